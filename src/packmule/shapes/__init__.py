@@ -1,0 +1,1 @@
+"""Architectures as numbers: parameters, layouts, saved and scratch tensors. No torch."""

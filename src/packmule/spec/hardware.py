@@ -1,0 +1,46 @@
+"""What a machine can do, as measured by the probe or written by hand."""
+
+from __future__ import annotations
+
+from pydantic import Field
+
+from packmule.spec.records import Record
+
+
+class MatmulPoint(Record):
+    """Measured matrix-multiply speed at one size: (size x size) @ (size x size)."""
+
+    size: int
+    flops_per_second: float
+
+
+class DiskSpeed(Record):
+    """One path's disk, in bytes per second, with O_DIRECT where it works."""
+
+    path: str
+    direct: bool
+    read_bytes_per_second: float
+    write_bytes_per_second: float
+    mix_bytes_per_second: float = Field(description="reads and writes 1:1, both counted")
+    sync_seconds: float = Field(description="one 4 KiB write and fdatasync")
+    free_bytes: int
+
+
+class Hardware(Record):
+    """One machine. Bytes and seconds throughout; rates are per second with all threads."""
+
+    format: int = 1
+    date: str
+    host: str
+    cpu: str = Field(description="model name as /proc/cpuinfo gives it")
+    cpu_features: tuple[str, ...] = Field(description="of avx2, fma, avx512f, avx512_bf16, amx_bf16")
+    threads: int = Field(description="cores usable under affinity and the cgroup quota")
+    ram_total_bytes: int
+    ram_available_bytes: int = Field(description="least of cgroup headroom and MemAvailable")
+    ram_limit_source: str = Field(description="what set ram_available_bytes: a path")
+    matmul: dict[str, tuple[MatmulPoint, ...]] = Field(description="by dtype: float32, bfloat16, float64")
+    memory_bytes_per_second: float = Field(description="copy, read + written bytes, all threads")
+    task_seconds: float = Field(description="overhead of one task")
+    disks: tuple[DiskSpeed, ...]
+    parent_baseline_bytes: int = Field(description="VmHWM of a torch-free packmule parent")
+    child_baseline_bytes: int = Field(description="VmHWM of torch after a first matmul and attention")

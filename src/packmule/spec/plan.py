@@ -1,0 +1,127 @@
+"""The plan: every decision about a run, as one immutable record.
+
+`Numerics` fixes bits; everything else only moves work and bytes (docs/design.md).
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from packmule.spec.records import Record
+
+Precision = Literal["fp32", "bf16-mixed", "fp64"]
+Update = Literal["after-backward", "on-backward", "on-fetch"]
+
+
+class OptimizerNumerics(Record):
+    """The rule and its hyper-parameters, without the learning rate of a step."""
+
+    rule: Literal["adamw"] = "adamw"
+    beta1: float = 0.9
+    beta2: float = 0.95
+    eps: float = 1e-8
+    weight_decay: float = 0.1
+
+
+class ScheduleNumerics(Record):
+    """Learning rate as a pure function of the step (packmule.optim.schedules)."""
+
+    kind: Literal["constant", "linear", "cosine"] = "cosine"
+    learning_rate: float
+    minimum: float = 0.0
+    warmup_steps: int = 0
+    total_steps: int
+
+
+class Numerics(Record):
+    """What fixes bits. Same numerics, same machine: same bits, however it is placed."""
+
+    precision: Precision
+    micro_rows: tuple[int, ...] = Field(description="rows of each micro-batch of a step")
+    max_seq_length: int
+    loss_chunk: int = Field(description="tokens whose logits exist at once")
+    clip: float | None
+    optimizer: OptimizerNumerics
+    schedule: ScheduleNumerics
+    seed: int
+    threads: int
+    kernels: Literal["native", "torch"]
+    torch: str
+    cpu_features: tuple[str, ...]
+
+    @property
+    def rows(self) -> int:
+        """Rows of the global batch."""
+        return sum(self.micro_rows)
+
+    @property
+    def micro_tokens(self) -> tuple[int, ...]:
+        """Most tokens of each micro-batch."""
+        return tuple(rows * self.max_seq_length for rows in self.micro_rows)
+
+
+class Placement(Record):
+    """Where each kind of buffer lives between its uses."""
+
+    state: Literal["ram", "disk"]
+    weights: Literal["state", "ram", "disk"] = Field(
+        description="compute weights: made from the state at each fetch, or a copy kept in ram or on disk"
+    )
+    gradients: Literal["ram", "disk"] = "ram"
+    inputs: Literal["ram", "disk"] = "ram"
+
+
+class Io(Record):
+    """How streams are cut. Never changes bits."""
+
+    prefetch: int = Field(default=1, ge=0, description="blocks fetched ahead")
+    chunk_bytes: int = Field(default=4 << 20, description="bytes of one plane per streamed chunk")
+
+
+class CheckpointPlan(Record):
+    """When state becomes durable."""
+
+    commit_steps: int = Field(ge=1)
+    snapshot_steps: int | None
+    snapshots_kept: int = 2
+
+
+class PhaseMemory(Record):
+    """Predicted bytes in one phase of a run's life."""
+
+    phase: Literal["load", "step", "evaluation", "sample", "commit", "resume", "export"]
+    ram_bytes: int = Field(description="whole process tree, baselines included")
+    parts: dict[str, int] = Field(description="bytes by kind: baseline, state, weights, ...")
+    disk_bytes: int
+
+
+class Predicted(Record):
+    """What the plan's simulation says."""
+
+    step_seconds: float
+    compute_seconds: float
+    disk_seconds: float
+    update_seconds: float
+    exposed_io_seconds: float
+    bottleneck: str
+    peak_ram_bytes: int
+    phases: tuple[PhaseMemory, ...]
+    disk_bytes_written_per_step: int
+    disk_bytes_read_per_step: int
+
+
+class Plan(Record):
+    """Every decision of a run."""
+
+    format: int = 1
+    budget_bytes: int
+    numerics: Numerics
+    placement: Placement
+    order: Literal["breadth", "depth"]
+    recompute: tuple[bool, ...] = Field(description="per layer: run its forward again in backward")
+    update: Update
+    io: Io
+    checkpoint: CheckpointPlan
+    predicted: Predicted | None = None

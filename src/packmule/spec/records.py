@@ -1,0 +1,84 @@
+"""The base of every record that is parsed or printed: strict, frozen, good at saying no."""
+
+from __future__ import annotations
+
+import difflib
+import json
+from typing import Any, Self
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from packmule.errors import ConfigError
+
+
+class Record(BaseModel):
+    """An immutable value with validated fields; unknown keys are errors."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, ser_json_inf_nan="strings")
+
+    @classmethod
+    def parse(cls, data: Any, source: str) -> Self:
+        """Validate plain data.
+
+        Args:
+            data: mappings, lists and scalars, as YAML or JSON gives them.
+            source: where the data came from (a path, "command line"), for the message.
+
+        Raises:
+            ConfigError: names source, key, value and the nearest valid key.
+        """
+        try:
+            return cls.model_validate(data)
+        except ValidationError as error:
+            raise ConfigError(*_explain(cls, error, source)) from None
+
+    @classmethod
+    def parse_json(cls, text: str, source: str) -> Self:
+        """Like `parse`, from JSON text."""
+        try:
+            data = json.loads(text)
+        except ValueError as error:
+            raise ConfigError(f"{source} is not JSON: {error}", "restore the file") from None
+        return cls.parse(data, source)
+
+    def to_json(self) -> str:
+        """Indented JSON that `parse_json` reads back to an equal record."""
+        return self.model_dump_json(indent=2) + "\n"
+
+
+def nearest(name: str, valid: list[str]) -> str | None:
+    """The valid name closest to `name`, treating '-' and '_' alike, or None."""
+    found = difflib.get_close_matches(name.replace("-", "_"), valid, n=1, cutoff=0.6)
+    return found[0] if found else None
+
+
+def _fields_at(cls: type[BaseModel], path: tuple[int | str, ...]) -> list[str]:
+    current: Any = cls
+    for step in path:
+        if not (isinstance(current, type) and issubclass(current, BaseModel)):
+            return []
+        field = current.model_fields.get(str(step))
+        if field is None:
+            return []
+        options = [field.annotation, *getattr(field.annotation, "__args__", ())]
+        current = next(
+            (o for o in options if isinstance(o, type) and issubclass(o, BaseModel)), None
+        )
+    if isinstance(current, type) and issubclass(current, BaseModel):
+        return list(current.model_fields)
+    return []
+
+
+def _explain(cls: type[BaseModel], error: ValidationError, source: str) -> tuple[str, str]:
+    first = error.errors()[0]
+    path = tuple(first["loc"])
+    key = ".".join(str(part) for part in path)
+    if first["type"] == "extra_forbidden":
+        valid = _fields_at(cls, path[:-1])
+        guess = nearest(str(path[-1]), valid)
+        hint = f"did you mean `{guess}`?" if guess else f"valid keys: {', '.join(sorted(valid))}"
+        return f"{source}: unknown key `{key}`.", hint
+    if first["type"] == "missing":
+        return f"{source}: `{key}` is missing.", f"add `{key}`"
+    message = first["msg"].removeprefix("Value error, ")
+    return f"{source}: `{key}` = {first['input']!r}: {message}.", f"change `{key}` in {source}"
