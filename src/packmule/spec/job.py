@@ -1,0 +1,392 @@
+"""The job: what the user wants, as one immutable record of sections.
+
+Every field is checked at construction; what a field means for several others is checked by the
+section. How YAML, flags and the names of other tools become a job: `packmule.spec.job_text`.
+No file is opened here.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Iterable
+from pathlib import PurePath
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, field_validator, model_validator
+
+from packmule.errors import ConfigError
+from packmule.spec.plan import Precision
+from packmule.spec.records import Record
+from packmule.spec.units import parse_bytes
+
+Where = Literal["auto", "ram", "disk"]
+AutoPrecision = Literal["auto", "fp32", "bf16-mixed", "fp64"]
+AutoUpdate = Literal["auto", "after-backward", "on-backward", "on-fetch"]
+
+_PRECISIONS = {
+    "auto": "auto",
+    **dict.fromkeys(("fp32", "float32", "float", "32", "32-true", "no"), "fp32"),
+    **dict.fromkeys(("bf16-mixed", "bf16", "bfloat16"), "bf16-mixed"),
+    **dict.fromkeys(("fp64", "float64", "double", "64", "64-true"), "fp64"),
+}
+
+
+def _auto_count(value: Any) -> Any:
+    if value is None or value == "auto":
+        return "auto"
+    count = _count(value)
+    if count is None or count < 1:
+        raise ValueError("give `auto` or a whole number of at least 1")
+    return count
+
+
+def _count(value: Any) -> int | None:
+    try:
+        number = float(value)
+    except (TypeError, ValueError):
+        return None
+    whole = not isinstance(value, bool) and math.isfinite(number) and number == int(number)
+    return int(number) if whole else None
+
+
+def _auto_bytes(value: Any) -> Any:
+    if value is None or value == "auto":
+        return "auto"
+    try:
+        return parse_bytes(value)
+    except ConfigError as error:
+        raise ValueError(error.hint) from None
+
+
+def _auto_flag(value: Any) -> Any:
+    if value is None or str(value).lower() == "auto":
+        return "auto"
+    flag = {"true": True, "on": True, "yes": True, "false": False, "off": False, "no": False}
+    if (text := str(value).lower()) in flag:
+        return flag[text]
+    raise ValueError("give `auto`, `true` or `false`")
+
+
+def _unset_if_minus_one(value: Any) -> Any:
+    # Hugging Face writes -1 for "not set".
+    return None if not isinstance(value, bool) and value in (-1, "-1", -1.0) else value
+
+
+def _val_size(value: Any) -> Any:
+    try:
+        size = float(value)
+    except (TypeError, ValueError):
+        raise ValueError("give a share of the data like 0.02, or a number of documents like 100") from None
+    if isinstance(value, bool) or not math.isfinite(size) or size < 0 or (size >= 1 and size != int(size)):
+        raise ValueError("give a share of at least 0 and below 1, or a whole number of documents")
+    return int(size) if size >= 1 or (isinstance(value, int) and size == 0) else size
+
+
+def _precision(value: Any) -> Any:
+    text = str(value).lower().replace("_", "-")
+    if text in ("fp16", "float16", "half", "16-mixed", "16-true", "bf16-true"):
+        raise ValueError("is not offered; `bf16-mixed` computes in bf16 and keeps fp32 masters")
+    return _PRECISIONS.get(text, value)
+
+
+def _paths(value: Any) -> Any:
+    if value is None:
+        return ()
+    return (value,) if isinstance(value, str) else value
+
+
+def _clip(value: Any) -> Any:
+    off = value is None or (not isinstance(value, (bool, str)) and value <= 0)
+    return None if off else value
+
+
+def _positive_clip(value: float | None) -> float | None:
+    return value if value is None or value > 0 else None
+
+
+def _resume(value: Any) -> Any:
+    words = {"true": "auto", "false": "never", "none": "never", "auto": "auto", "never": "never"}
+    return words.get(str(value).lower(), value)
+
+
+def _report_to(value: Any) -> Any:
+    if value is None or value in ([], (), "none", "jsonl", ["jsonl"], ["none"]):
+        return "jsonl"  # JSON lines are always written
+    raise ValueError("only `jsonl` is written; read log.jsonl with the tool of your choice")
+
+
+def _optimizer(value: Any) -> Any:
+    return "adamw" if str(value).lower() in ("adamw", "adamw_torch", "adamw_torch_fused") else value
+
+
+def _scheduler(value: Any) -> Any:
+    return "constant" if value == "constant_with_warmup" else value
+
+
+AutoCount = Annotated[int | Literal["auto"], BeforeValidator(_auto_count)]
+AutoFlag = Annotated[bool | Literal["auto"], BeforeValidator(_auto_flag)]
+AutoBytes = Annotated[int | Literal["auto"], BeforeValidator(_auto_bytes)]
+Steps = Annotated[int | None, Field(ge=1), BeforeValidator(_unset_if_minus_one)]
+OptionalText = Annotated[str | None, Field(min_length=1)]
+Text = Annotated[str, Field(min_length=1)]
+
+
+class Section(Record):
+    """One part of a job. Numbers become text where text is asked for; a bool is never a number."""
+
+    model_config = ConfigDict(coerce_numbers_to_str=True, allow_inf_nan=False)
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _no_bool_as_number(cls, value: Any, info: Any) -> Any:
+        if isinstance(value, bool) and cls.model_fields[info.field_name].annotation in (
+            int,
+            float,
+            int | None,
+        ):
+            raise ValueError("is not a number")
+        return value
+
+
+class Model(Section):
+    """Which model is trained."""
+
+    path: Text = Field(description="a Hugging Face folder, a .gguf file, or a folder with only config.json")
+    init: Literal["pretrained", "random"] = "pretrained"
+
+
+class Data(Section):
+    """What it is trained on."""
+
+    path: Annotated[tuple[Text, ...], BeforeValidator(_paths)] = Field(
+        default=(), description="files, folders or globs; empty when only planning"
+    )
+    format: Literal["auto", "text"] = "auto"
+    val_size: Annotated[int | float, BeforeValidator(_val_size)] = Field(
+        default=0.02, description="held out for validation: a share (< 1) or a number of documents"
+    )
+    val_path: OptionalText = Field(
+        default=None, description="validation data of its own; val_size is then unused"
+    )
+
+
+class Train(Section):
+    """How long, how much at a time, in which numbers."""
+
+    output_dir: Text = "packmule-out"
+    max_seq_length: int = Field(default=512, ge=2, description="tokens of a row")
+    global_batch_size: int = Field(default=8, ge=1, description="rows of a step; never changes")
+    micro_batch_size: AutoCount = Field(default="auto", description="rows computed at once")
+    gradient_accumulation_steps: int | None = Field(default=None, ge=1, description="micro-batches of a step")
+    max_steps: Steps = None
+    epochs: float | None = Field(default=None, gt=0)
+    max_tokens: Steps = None
+    precision: Annotated[AutoPrecision, BeforeValidator(_precision)] = "auto"
+    recompute: AutoFlag = "auto"
+    seed: int = Field(default=42, ge=0, lt=2**63)
+    eval_steps: Steps = Field(default=None, description="null: only after the last step")
+    eval_rows: int | None = Field(default=None, ge=1, description="validation rows; null: all")
+    sample_prompt: str | None = Field(default=None, description="continued greedily at every evaluation")
+    sample_tokens: int = Field(default=64, ge=1)
+    update: AutoUpdate = "auto"
+
+    @model_validator(mode="before")
+    @classmethod
+    def _complete(cls, data: Any) -> Any:
+        """Derive the one of the three batch sizes that was left out, and the default length of a run."""
+        if not isinstance(data, dict):
+            return data
+        data = dict(data)
+        micro, total = _count(data.get("micro_batch_size")), _count(data.get("global_batch_size"))
+        accumulation = _count(data.get("gradient_accumulation_steps"))
+        if "global_batch_size" not in data and micro and accumulation:
+            data["global_batch_size"] = micro * accumulation
+        elif accumulation and data.get("micro_batch_size", "auto") == "auto":
+            rows = total if total else cls.model_fields["global_batch_size"].default
+            data["micro_batch_size"] = max(1, math.ceil(rows / accumulation))
+        lengths = ("max_steps", "epochs", "max_tokens")
+        if all(_unset_if_minus_one(data.get(key)) is None for key in lengths):
+            data["epochs"] = 1.0
+        return data
+
+    @model_validator(mode="after")
+    def _agree(self) -> Train:
+        lengths = {key: getattr(self, key) for key in ("max_steps", "epochs", "max_tokens")}
+        given = [f"`train.{key}` = {value}" for key, value in lengths.items() if value is not None]
+        if len(given) > 1:
+            raise ConfigError(f"{' and '.join(given)} both decide how long to train.", "keep one of them")
+        if self.micro_batch_size == "auto":
+            return self
+        if self.micro_batch_size > self.global_batch_size:
+            raise ConfigError(
+                f"`train.micro_batch_size` = {self.micro_batch_size} is more than "
+                f"`train.global_batch_size` = {self.global_batch_size}, the rows of a whole step.",
+                "lower micro_batch_size or raise global_batch_size",
+            )
+        needed = math.ceil(self.global_batch_size / self.micro_batch_size)
+        if self.gradient_accumulation_steps not in (None, needed):
+            raise ConfigError(
+                f"`train.gradient_accumulation_steps` = {self.gradient_accumulation_steps} does not fit "
+                f"`train.global_batch_size` = {self.global_batch_size} and `train.micro_batch_size` = "
+                f"{self.micro_batch_size}: that takes {needed} micro-batches.",
+                "leave gradient_accumulation_steps out; it follows from the other two",
+            )
+        return self
+
+    def resolved_precision(self, cpu_features: Iterable[str]) -> Precision:
+        """`precision`, with auto decided: bf16-mixed where the CPU multiplies bf16, else fp32."""
+        if self.precision != "auto":
+            return self.precision
+        return "bf16-mixed" if {"avx512_bf16", "amx_bf16"} & set(cpu_features) else "fp32"
+
+
+class Optim(Section):
+    """The update rule and its schedule."""
+
+    optim: Annotated[Literal["adamw"], BeforeValidator(_optimizer)] = "adamw"
+    learning_rate: float = Field(default=5e-5, ge=0, description="the highest of the schedule")
+    lr_scheduler: Annotated[Literal["constant", "linear", "cosine"], BeforeValidator(_scheduler)] = "cosine"
+    warmup_steps: int | None = Field(default=None, ge=0)
+    warmup_ratio: float | None = Field(default=None, ge=0, le=1, description="share of all steps")
+    min_lr: float = Field(default=0.0, ge=0, description="where linear and cosine end")
+    weight_decay: float = Field(default=0.1, ge=0)
+    max_grad_norm: Annotated[float | None, BeforeValidator(_clip), AfterValidator(_positive_clip)] = Field(
+        default=1.0, description="global norm; null or 0: no clipping"
+    )
+    adam_beta1: float = Field(default=0.9, ge=0, lt=1)
+    adam_beta2: float = Field(default=0.95, ge=0, lt=1)
+    adam_epsilon: float = Field(default=1e-8, gt=0)
+
+    @model_validator(mode="after")
+    def _agree(self) -> Optim:
+        if self.warmup_steps and self.warmup_ratio:
+            raise ConfigError(
+                f"`optim.warmup_steps` = {self.warmup_steps} and `optim.warmup_ratio` = {self.warmup_ratio} "
+                "both say how long to warm up.",
+                "keep one of them",
+            )
+        if self.min_lr > self.learning_rate:
+            raise ConfigError(
+                f"`optim.min_lr` = {self.min_lr} is above `optim.learning_rate` = {self.learning_rate}.",
+                "min_lr is where the schedule ends; lower it",
+            )
+        return self
+
+    def warmup(self, total_steps: int) -> int:
+        """Steps of warm-up in a run of `total_steps`; a ratio is rounded up, as in transformers."""
+        if self.warmup_ratio:
+            return math.ceil(self.warmup_ratio * total_steps)
+        return self.warmup_steps or 0
+
+
+class Checkpoint(Section):
+    """When state becomes durable, and where a run starts."""
+
+    commit_steps: AutoCount = "auto"
+    save_steps: Steps = Field(default=None, description="a full copy kept apart every so many steps")
+    save_total_limit: int = Field(default=2, ge=1)
+    resume: Annotated[Text, BeforeValidator(_resume)] = Field(
+        default="auto", description="auto, never or a folder"
+    )
+
+
+class HardwareSection(Section):
+    """What the run may use, and where things must lie."""
+
+    ram: AutoBytes = Field(default="auto", description="budget of the whole process tree, in bytes")
+    disk_path: OptionalText = Field(
+        default=None, description="folder for state and work files; null: output_dir"
+    )
+    threads: AutoCount = "auto"
+    state: Where = "auto"
+    weights: Literal["auto", "state", "ram", "disk"] = "auto"
+    gradients: Where = "auto"
+    inputs: Where = "auto"
+
+
+class Logging(Section):
+    """What is written down."""
+
+    logging_steps: int = Field(default=1, ge=1)
+    report_to: Annotated[Literal["jsonl"], BeforeValidator(_report_to)] = "jsonl"
+    run_name: str | None = None
+
+
+class Job(Record):
+    """Everything a user can ask for, resolved."""
+
+    model: Model
+    data: Data = Data()
+    train: Train = Train()
+    optim: Optim = Optim()
+    checkpoint: Checkpoint = Checkpoint()
+    hardware: HardwareSection = HardwareSection()
+    logging: Logging = Logging()
+
+    def to_yaml(self) -> str:
+        """The resolved job as YAML; `load_job` reads it back to an equal job."""
+        import yaml
+
+        text: str = yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
+        return text
+
+    def require_data(self) -> None:
+        """Raise ConfigError unless there is something to train on."""
+        if not self.data.path:
+            raise ConfigError("`data.path` is missing.", "name a text file, .jsonl or folder: --dataset PATH")
+
+
+SECTIONS: dict[str, type[Section]] = {
+    "model": Model,
+    "data": Data,
+    "train": Train,
+    "optim": Optim,
+    "checkpoint": Checkpoint,
+    "hardware": HardwareSection,
+    "logging": Logging,
+}
+"""The sections of a job, in the order they are printed."""
+
+
+def promises(job: Job) -> dict[str, Any]:
+    """What a run promises not to change when it resumes, by dotted key.
+
+    Paths count by their last component: a moved folder is the same folder. Placement, budgets,
+    micro-batches, recomputation, update mode and logging are free; numerics has its own record.
+    """
+
+    def last(path: str | None) -> str | None:
+        return None if path is None else PurePath(path).name
+
+    kept: dict[str, Any] = {
+        "model.path": last(job.model.path),
+        "model.init": job.model.init,
+        "data.path": [last(path) for path in job.data.path],
+        "data.format": job.data.format,
+        "data.val_path": last(job.data.val_path),
+    }
+    if job.data.val_path is None:
+        kept["data.val_size"] = job.data.val_size
+    for key in ("max_seq_length", "global_batch_size", "seed", "max_steps", "epochs", "max_tokens"):
+        kept[f"train.{key}"] = getattr(job.train, key)
+    for key in Optim.model_fields:
+        kept[f"optim.{key}"] = getattr(job.optim, key)
+    return kept
+
+
+def job_hash(job: Job) -> str:
+    """SHA-256 (hex) over `promises`: equal hashes may resume each other."""
+    text = json.dumps(promises(job), sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def changed_promises(before: Job, after: Job) -> list[str]:
+    """One line per promise that differs, for the error that refuses a resume."""
+    old, new = promises(before), promises(after)
+    return [
+        f"`{key}` was {old.get(key)!r}, is {new.get(key)!r}"
+        for key in sorted(old.keys() | new.keys())
+        if old.get(key) != new.get(key)
+    ]
