@@ -1,0 +1,177 @@
+"""The contract of every kernel method as checks, shared by both families. No torch import.
+
+Each function returns the sizes its kernel needs and raises ValueError naming the tensor.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+COMPUTE = ("float32", "bfloat16", "float64")
+STATISTIC = {"float32": "float32", "bfloat16": "float32", "float64": "float64"}
+IGNORED = -100
+
+
+def dtype_name(tensor: Tensor) -> str:
+    """"float32" for torch.float32."""
+    return str(tensor.dtype)[6:]
+
+
+def _need(name: str, tensor: Tensor, dtypes: tuple[str, ...], shape: tuple[int, ...] | None = None) -> str:
+    dtype = dtype_name(tensor)
+    if dtype not in dtypes:
+        raise ValueError(f"{name} is {dtype}, expected {' or '.join(dict.fromkeys(dtypes))}")
+    if shape is not None and tuple(tensor.shape) != shape:
+        raise ValueError(f"{name} has shape {tuple(tensor.shape)}, expected {shape}")
+    if not tensor.is_contiguous():
+        raise ValueError(f"{name} is not contiguous")
+    if not tensor.is_cpu:
+        raise ValueError(f"{name} is not on the CPU")
+    return dtype
+
+
+def _matrix(name: str, tensor: Tensor, dimensions: int = 2) -> tuple[str, tuple[int, ...]]:
+    dtype = _need(name, tensor, COMPUTE)
+    if tensor.dim() != dimensions:
+        raise ValueError(f"{name} has {tensor.dim()} dimensions, expected {dimensions}")
+    return dtype, tuple(tensor.shape)
+
+
+def rmsnorm(x: Tensor, weight: Tensor, out: Tensor, rstd: Tensor) -> tuple[int, int]:
+    """(N, H)."""
+    c, (n, h) = _matrix("x", x)
+    _need("weight", weight, (c,), (h,))
+    _need("out", out, (c,), (n, h))
+    _need("rstd", rstd, (STATISTIC[c],), (n,))
+    return n, h
+
+
+def rmsnorm_backward(
+    dy: Tensor, x: Tensor, weight: Tensor, rstd: Tensor, dx: Tensor, dweight: Tensor, residual: Tensor | None
+) -> tuple[int, int]:
+    """(N, H)."""
+    n, h = rmsnorm(x, weight, dx, rstd)
+    c = dtype_name(x)
+    _need("dy", dy, (c,), (n, h))
+    _need("dweight", dweight, (STATISTIC[c],), (h,))
+    if residual is not None:
+        _need("residual", residual, (c,), (n, h))
+    return n, h
+
+
+def rope(x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, head_dim: int) -> tuple[int, int, int]:
+    """(N, heads, P)."""
+    c, (n, width) = _matrix("x", x)
+    if head_dim <= 0 or head_dim % 2 or width % head_dim:
+        raise ValueError(f"head_dim is {head_dim}, expected an even divisor of x's width {width}")
+    _need("cos", cos, (STATISTIC[c],), (int(cos.shape[0]), head_dim // 2))
+    _need("sin", sin, (STATISTIC[c],), tuple(cos.shape))
+    _need("positions", positions, ("int32",), (n,))
+    return n, width // head_dim, int(cos.shape[0])
+
+
+def same(**tensors: Tensor) -> int:
+    """Number of elements of tensors that share one compute dtype and one shape."""
+    (first, lead), *others = tensors.items()
+    c = _need(first, lead, COMPUTE)
+    for name, tensor in others:
+        _need(name, tensor, (c,), tuple(lead.shape))
+    return lead.numel()
+
+
+def cross_entropy(logits: Tensor, targets: Tensor, loss: Tensor) -> tuple[int, int]:
+    """(C, V)."""
+    c, (chunk, vocab) = _matrix("logits", logits)
+    _need("targets", targets, ("int64",), (chunk,))
+    _need("loss", loss, (STATISTIC[c],), (chunk,))
+    return chunk, vocab
+
+
+def embedding(table: Tensor, ids: Tensor, out: Tensor) -> tuple[int, int, int]:
+    """(N, V, H)."""
+    c, (vocab, h) = _matrix("table", table)
+    n = ids.numel()
+    _need("ids", ids, ("int64",), (n,))
+    _need("out", out, (c,), (n, h))
+    return n, vocab, h
+
+
+def embedding_backward(dy: Tensor, ids: Tensor, grad: Tensor) -> tuple[int, int, int]:
+    """(N, V, H)."""
+    c, (n, h) = _matrix("dy", dy)
+    _need("ids", ids, ("int64",), (n,))
+    _need("grad", grad, (STATISTIC[c],), (int(grad.shape[0]), h))
+    return n, int(grad.shape[0]), h
+
+
+def accumulate(dst: Tensor, src: Tensor) -> int:
+    """Elements."""
+    c = _need("src", src, COMPUTE)
+    _need("dst", dst, (STATISTIC[c],))
+    return _as_many("dst", dst, src)
+
+
+def cast(dst: Tensor, src: Tensor) -> int:
+    """Elements."""
+    _need("src", src, COMPUTE)
+    _need("dst", dst, COMPUTE)
+    return _as_many("dst", dst, src)
+
+
+def _as_many(name: str, tensor: Tensor, like: Tensor) -> int:
+    if tensor.numel() != like.numel():
+        raise ValueError(f"{name} has {tensor.numel()} elements, expected {like.numel()}")
+    return like.numel()
+
+
+def adamw(
+    master: Tensor, m: Tensor, v: Tensor, grad: Tensor, weight: Tensor | None, step: int
+) -> int:
+    """Elements."""
+    g = _need("master", master, ("float32", "float64"))
+    low = (g, "bfloat16") if g == "float32" else (g,)
+    _need("m", m, (g,), tuple(master.shape))
+    _need("v", v, (g,), tuple(master.shape))
+    _need("grad", grad, low)
+    _as_many("grad", grad, master)
+    if weight is not None:
+        _need("weight", weight, low)
+        _as_many("weight", weight, master)
+    if step < 1:
+        raise ValueError(f"step is {step}, expected at least 1")
+    return master.numel()
+
+
+def causal_softmax(scores: Tensor, offset: int, lse: Tensor) -> tuple[int, int, int]:
+    """(B, n, m)."""
+    c, (batch, n, m) = _matrix("scores", scores, 3)
+    _need("lse", lse, (STATISTIC[c],), (batch, n))
+    if offset < 0:
+        raise ValueError(f"offset is {offset}, expected at least 0")
+    return batch, n, m
+
+
+def causal_softmax_backward(p: Tensor, dp: Tensor, delta: Tensor) -> tuple[int, int, int]:
+    """(B, n, m)."""
+    c, (batch, n, m) = _matrix("p", p, 3)
+    _need("dp", dp, (c,), (batch, n, m))
+    _need("delta", delta, (STATISTIC[c],), (batch, n))
+    return batch, n, m
+
+
+def byte(value: int) -> int:
+    """A byte value."""
+    if not 0 <= value <= 255:
+        raise ValueError(f"byte is {value}, expected 0 to 255")
+    return value
+
+
+OUT_OF_RANGE = {
+    "targets": "targets holds an id outside the vocabulary that is not -100",
+    "ids": "ids holds an id outside the table",
+    "positions": "positions holds one beyond the rows of cos and sin",
+}
+"""What both families say about an index that is out of range."""

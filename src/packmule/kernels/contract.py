@@ -1,0 +1,154 @@
+"""What a kernel family offers: one protocol, implemented by `native` and by `reference`.
+
+Letters: N tokens, H hidden, F feed-forward, V vocabulary, D head dimension, P positions,
+C tokens of a loss chunk, B batch of attention matrices. Dtypes: `c` compute (float32,
+bfloat16 or float64); `s` statistic and `g` gradient, both float64 if c is float64, else
+float32. Tensors are contiguous and on the CPU. Arithmetic is done in `s` and rounded to `c`
+once. Outputs are the caller's; nothing is returned but scalars. A buffer that is only
+written is never read, whatever it holds.
+
+Every method raises ValueError when a shape, dtype, layout or index breaks the contract.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Literal, Protocol
+
+if TYPE_CHECKING:
+    from typing_extensions import Buffer
+    from torch import Tensor
+
+Family = Literal["native", "torch"]
+
+
+class Kernels(Protocol):
+    """The primitives of a decoder's forward, backward and update."""
+
+    @property
+    def threads(self) -> int:
+        """Threads a call may use; never changes a result."""
+
+    @property
+    def isa(self) -> str:
+        """"scalar", "avx2", "avx512", or "torch". Never changes a result of the native family."""
+
+    @property
+    def family(self) -> Family:
+        """Which of the two implementations this is; the two agree to rounding."""
+
+    def close(self) -> None:
+        """End the worker threads. Calling it twice is fine; other methods then raise ValueError."""
+
+    def rmsnorm(self, x: Tensor, weight: Tensor, eps: float, out: Tensor, rstd: Tensor) -> None:
+        """out = x * rstd * weight with rstd = 1 / sqrt(mean(x^2) + eps) (Zhang & Sennrich 2019).
+
+        x, out: c [N, H], may be the same tensor; weight: c [H]; rstd: s [N].
+        """
+
+    def rmsnorm_backward(
+        self,
+        dy: Tensor,
+        x: Tensor,
+        weight: Tensor,
+        rstd: Tensor,
+        dx: Tensor,
+        dweight: Tensor,
+        residual: Tensor | None,
+        first: bool,
+    ) -> None:
+        """Gradients of `rmsnorm` from the gradient of its output.
+
+        dx = residual (or 0) + rstd * (u - xhat * mean(u * xhat)), u = dy * weight,
+        xhat = x * rstd; dweight = (first: 0, else dweight) + sum over rows of dy * xhat.
+        dy, x, dx, residual: c [N, H]; dx may be dy or residual; rstd: s [N]; dweight: g [H].
+        """
+
+    def rope(
+        self, x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, head_dim: int, inverse: bool
+    ) -> None:
+        """Rotate in place, halves layout: (x1, x2) -> (x1 cos - x2 sin, x2 cos + x1 sin)
+        (RoFormer, Su et al. 2021; layout of Hugging Face Llama). `inverse` turns back, which
+        is the backward.
+
+        x: c [N, heads * D]; cos, sin: s [P, D / 2]; positions: int32 [N], each below P.
+        """
+
+    def swiglu(self, gate: Tensor, up: Tensor, out: Tensor) -> None:
+        """out = silu(gate) * up (Shazeer 2020). All c, one shape; out may be either input."""
+
+    def swiglu_backward(
+        self, da: Tensor, gate: Tensor, up: Tensor, dgate: Tensor, dup: Tensor
+    ) -> None:
+        """Gradients of `swiglu`. All c, one shape; dgate may be gate, dup may be up."""
+
+    def cross_entropy(
+        self, logits: Tensor, targets: Tensor, scale: float, loss: Tensor, gradient: bool
+    ) -> None:
+        """loss = logsumexp(row) - row[target], 0 where target is -100; with `gradient` the
+        logits become (softmax - onehot) * scale, rows of 0 where ignored. Online softmax
+        (Milakov & Gimelshein 2018), rescaled per fixed block of the row.
+
+        logits: c [C, V]; targets: int64 [C]; loss: s [C], not scaled.
+        """
+
+    def embedding(self, table: Tensor, ids: Tensor, out: Tensor) -> None:
+        """out[i] = table[ids[i]]. table: c [V, H]; ids: int64 [N]; out: c [N, H]."""
+
+    def embedding_backward(self, dy: Tensor, ids: Tensor, grad: Tensor, first: bool) -> None:
+        """grad = (first: 0, else grad); grad[ids[i]] += dy[i], tokens in order.
+
+        dy: c [N, H]; ids: int64 [N]; grad: g [V, H].
+        """
+
+    def accumulate(self, dst: Tensor, src: Tensor, first: bool) -> None:
+        """dst = src (first) or dst + src, element by element. dst: g; src: c or g, as many."""
+
+    def cast(self, dst: Tensor, src: Tensor) -> None:
+        """dst = src, element by element, between any two of the dtypes; to nearest even
+        (float64 to bfloat16 by way of float32, as torch does)."""
+
+    def sum_squares(self, x: Tensor) -> float:
+        """Sum of x^2 in float64 over fixed chunks of 65536 elements, chunks added in order."""
+
+    def adamw(
+        self,
+        master: Tensor,
+        m: Tensor,
+        v: Tensor,
+        grad: Tensor,
+        weight: Tensor | None,
+        lr: float,
+        beta1: float,
+        beta2: float,
+        eps: float,
+        weight_decay: float,
+        step: int,
+        grad_scale: float,
+    ) -> None:
+        """One AdamW update in one pass over memory (Loshchilov & Hutter 2019, as torch.optim.AdamW).
+
+        master, m, v: g, one shape, updated; grad: g or c, multiplied by grad_scale; weight: c,
+        receives the new master, or None; step counts from 1.
+        """
+
+    def crc32c(self, buffer: Buffer, value: int = 0) -> int:
+        """CRC-32C (Castagnoli; RFC 3720) of a contiguous buffer, going on from `value`."""
+
+    def crc32c_address(self, address: int, nbytes: int, value: int = 0) -> int:
+        """Like `crc32c`, of nbytes bytes at an address the caller keeps alive."""
+
+    def fill(self, address: int, nbytes: int, byte: int) -> None:
+        """Set nbytes bytes at an address to `byte` (0..255)."""
+
+    def causal_softmax(self, scores: Tensor, offset: int, scale: float, lse: Tensor) -> None:
+        """scores = softmax(scores * scale) in place; row i sees columns 0..i + offset, the
+        others (whatever they hold) become 0; lse = logsumexp of what a row sees, scaled.
+
+        scores: c [B, n, m]; lse: s [B, n]; offset >= 0.
+        """
+
+    def causal_softmax_backward(self, p: Tensor, dp: Tensor, delta: Tensor, scale: float) -> None:
+        """dp = p * (dp - delta) * scale, in place: the gradient of the unscaled scores.
+
+        p, dp: c [B, n, m]; delta: s [B, n], each row's sum of p * dp.
+        """

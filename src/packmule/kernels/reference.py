@@ -1,0 +1,189 @@
+"""The readable twin of the native kernels, in plain torch: the oracle of their tests, and
+what runs where the native library is not built."""
+
+from __future__ import annotations
+
+import ctypes
+import math
+from typing import TYPE_CHECKING
+
+import torch
+
+from packmule.kernels import checks, crc
+from packmule.kernels.contract import Family
+
+if TYPE_CHECKING:
+    from typing_extensions import Buffer
+    from torch import Tensor
+
+CHUNK = 65536
+"""Elements of one partial sum of `sum_squares`."""
+
+
+def _statistic(tensor: Tensor) -> torch.dtype:
+    return torch.float64 if tensor.dtype == torch.float64 else torch.float32
+
+
+def _inside(name: str, index: Tensor, size: int) -> None:
+    if index.numel() and not 0 <= int(index.min()) <= int(index.max()) < size:
+        raise ValueError(checks.OUT_OF_RANGE[name])
+
+
+class TorchKernels:
+    """`packmule.kernels.contract.Kernels` in torch operations."""
+
+    isa = "torch"
+    family: Family = "torch"
+
+    def __init__(self, threads: int) -> None:
+        self.threads = threads
+
+    def close(self) -> None:
+        """Nothing to end: torch owns its threads."""
+
+    def rmsnorm(self, x: Tensor, weight: Tensor, eps: float, out: Tensor, rstd: Tensor) -> None:
+        checks.rmsnorm(x, weight, out, rstd)
+        s = _statistic(x)
+        wide = x.to(s)
+        rstd.copy_(torch.rsqrt(wide.square().mean(dim=1) + eps))
+        out.copy_(wide * rstd[:, None] * weight.to(s))
+
+    def rmsnorm_backward(
+        self,
+        dy: Tensor,
+        x: Tensor,
+        weight: Tensor,
+        rstd: Tensor,
+        dx: Tensor,
+        dweight: Tensor,
+        residual: Tensor | None,
+        first: bool,
+    ) -> None:
+        checks.rmsnorm_backward(dy, x, weight, rstd, dx, dweight, residual)
+        s = _statistic(x)
+        wide = dy.to(s)
+        xhat = x.to(s) * rstd[:, None]
+        u = wide * weight.to(s)
+        total = (wide * xhat).sum(dim=0)
+        inner = rstd[:, None] * (u - xhat * (u * xhat).mean(dim=1, keepdim=True))
+        dx.copy_(inner if residual is None else residual.to(s) + inner)
+        dweight.copy_(total if first else dweight + total)
+
+    def rope(
+        self, x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, head_dim: int, inverse: bool
+    ) -> None:
+        n, heads, rows = checks.rope(x, cos, sin, positions, head_dim)
+        _inside("positions", positions, rows)
+        at = positions.long()
+        c, s = cos[at][:, None, :], sin[at][:, None, :]
+        if inverse:
+            s = -s
+        halves = x.view(n, heads, 2, head_dim // 2)
+        x1, x2 = halves.to(_statistic(x)).unbind(dim=2)
+        halves.copy_(torch.stack((x1 * c - x2 * s, x2 * c + x1 * s), dim=2))
+
+    def swiglu(self, gate: Tensor, up: Tensor, out: Tensor) -> None:
+        checks.same(gate=gate, up=up, out=out)
+        s = _statistic(gate)
+        wide = gate.to(s)
+        out.copy_(wide * torch.sigmoid(wide) * up.to(s))
+
+    def swiglu_backward(
+        self, da: Tensor, gate: Tensor, up: Tensor, dgate: Tensor, dup: Tensor
+    ) -> None:
+        checks.same(da=da, gate=gate, up=up, dgate=dgate, dup=dup)
+        s = _statistic(gate)
+        d, g, u = da.to(s), gate.to(s), up.to(s)
+        sigmoid = torch.sigmoid(g)
+        to_gate = d * u * (sigmoid * (1 + g * (1 - sigmoid)))
+        dup.copy_(d * (g * sigmoid))
+        dgate.copy_(to_gate)
+
+    def cross_entropy(
+        self, logits: Tensor, targets: Tensor, scale: float, loss: Tensor, gradient: bool
+    ) -> None:
+        chunk, vocab = checks.cross_entropy(logits, targets, loss)
+        seen = targets != checks.IGNORED
+        _inside("targets", targets[seen], vocab)
+        if not chunk:
+            return
+        wide = logits.to(_statistic(logits))
+        lse = torch.logsumexp(wide, dim=1)
+        at = targets.where(seen, 0)[:, None]
+        loss.copy_((lse - wide.gather(1, at)[:, 0]).where(seen, 0.0))
+        if gradient:
+            p = torch.softmax(wide, dim=1)
+            p.scatter_add_(1, at, -torch.ones_like(at, dtype=p.dtype))
+            logits.copy_((p * scale).where(seen[:, None], 0.0))
+
+    def embedding(self, table: Tensor, ids: Tensor, out: Tensor) -> None:
+        _, vocab, _ = checks.embedding(table, ids, out)
+        _inside("ids", ids, vocab)
+        out.copy_(table[ids])
+
+    def embedding_backward(self, dy: Tensor, ids: Tensor, grad: Tensor, first: bool) -> None:
+        _, vocab, _ = checks.embedding_backward(dy, ids, grad)
+        _inside("ids", ids, vocab)
+        if first:
+            grad.zero_()
+        grad.index_add_(0, ids, dy.to(grad.dtype))
+
+    def accumulate(self, dst: Tensor, src: Tensor, first: bool) -> None:
+        checks.accumulate(dst, src)
+        flat = dst.view(-1)
+        flat.copy_(src.view(-1)) if first else flat.add_(src.view(-1))
+
+    def cast(self, dst: Tensor, src: Tensor) -> None:
+        checks.cast(dst, src)
+        dst.view(-1).copy_(src.view(-1))
+
+    def sum_squares(self, x: Tensor) -> float:
+        checks.same(x=x)
+        chunks = x.view(-1).split(CHUNK) if x.numel() else ()
+        return sum((float(chunk.double().square().sum()) for chunk in chunks), 0.0)
+
+    def adamw(
+        self,
+        master: Tensor,
+        m: Tensor,
+        v: Tensor,
+        grad: Tensor,
+        weight: Tensor | None,
+        lr: float,
+        beta1: float,
+        beta2: float,
+        eps: float,
+        weight_decay: float,
+        step: int,
+        grad_scale: float,
+    ) -> None:
+        checks.adamw(master, m, v, grad, weight, step)
+        g = grad.view(master.shape).to(master.dtype) * grad_scale
+        master.mul_(1 - lr * weight_decay)
+        m.mul_(beta1).add_(g, alpha=1 - beta1)
+        v.mul_(beta2).addcmul_(g, g, value=1 - beta2)
+        denominator = (v.sqrt() / math.sqrt(1 - beta2**step)).add_(eps)
+        master.addcdiv_(m, denominator, value=-lr / (1 - beta1**step))
+        if weight is not None:
+            weight.view(-1).copy_(master.view(-1))
+
+    def crc32c(self, buffer: Buffer, value: int = 0) -> int:
+        return crc.crc32c(buffer, value)
+
+    def crc32c_address(self, address: int, nbytes: int, value: int = 0) -> int:
+        return crc.crc32c((ctypes.c_ubyte * nbytes).from_address(address), value) if nbytes else value
+
+    def fill(self, address: int, nbytes: int, byte: int) -> None:
+        ctypes.memset(address, checks.byte(byte), nbytes)
+
+    def causal_softmax(self, scores: Tensor, offset: int, scale: float, lse: Tensor) -> None:
+        _, n, m = checks.causal_softmax(scores, offset, lse)
+        hidden = torch.ones(n, m, dtype=torch.bool).triu_(offset + 1)
+        wide = (scores.to(_statistic(scores)) * scale).masked_fill_(hidden, -math.inf)
+        lse.copy_(torch.logsumexp(wide, dim=2))
+        scores.copy_(torch.softmax(wide, dim=2).masked_fill_(hidden, 0))
+
+    def causal_softmax_backward(self, p: Tensor, dp: Tensor, delta: Tensor, scale: float) -> None:
+        checks.causal_softmax_backward(p, dp, delta)
+        s = _statistic(p)
+        dp.copy_(p.to(s) * (dp.to(s) - delta[:, :, None]) * scale)
