@@ -1,0 +1,1 @@
+"""Running graphs on a real machine: executor, runtime, task bodies."""

@@ -1,0 +1,75 @@
+"""The vocabulary of training and evaluation graphs. Numbers are columns of a StepGraph."""
+
+from __future__ import annotations
+
+from enum import IntEnum
+
+
+class Tier(IntEnum):
+    """Where a buffer lies. SLOTS and DISK are both on disk: state.bin and work.bin."""
+
+    RAM = 0
+    DISK = 1
+    SLOTS = 2
+
+
+class TaskKind(IntEnum):
+    """What a task does; the engine holds one body per kind."""
+
+    READ_STATE = 0
+    READ_WEIGHTS = 1
+    READ_GRADIENT = 2
+    READ_INPUT = 3
+    WRITE_STATE = 4
+    WRITE_WEIGHTS = 5
+    WRITE_GRADIENT = 6
+    WRITE_INPUT = 7
+    CAST = 8
+    EMBED_FORWARD = 9
+    LAYER_FORWARD = 10
+    HEAD_LOSS = 11
+    HEAD_EVALUATE = 12
+    LAYER_BACKWARD = 13
+    EMBED_BACKWARD = 14
+    NORM = 15
+    CLIP = 16
+    UPDATE = 17
+    COMMIT = 18
+    EMBED_DECODE = 19
+    LAYER_DECODE = 20
+    HEAD_DECODE = 21
+
+
+COMPUTE = frozenset(
+    {
+        TaskKind.EMBED_FORWARD,
+        TaskKind.LAYER_FORWARD,
+        TaskKind.HEAD_LOSS,
+        TaskKind.HEAD_EVALUATE,
+        TaskKind.LAYER_BACKWARD,
+        TaskKind.EMBED_BACKWARD,
+        TaskKind.EMBED_DECODE,
+        TaskKind.LAYER_DECODE,
+        TaskKind.HEAD_DECODE,
+    }
+)
+
+
+class BufferKind(IntEnum):
+    """What a buffer holds."""
+
+    STATE = 0  # all planes of a block, resident
+    STATE_CHUNK = 1  # the same element range of every plane, on its way
+    MASTER_CHUNK = 2  # an element range of the master plane alone, on its way
+    SLOT = 3  # a chunk of a block's planes in state.bin
+    WEIGHTS = 4  # a block's parameters in the compute dtype
+    GRADIENT = 5  # a block's gradients
+    GRADIENT_CHUNK = 6
+    INPUT = 7  # a block's input, one micro-batch
+    SAVED = 8  # what a layer's backward needs from its forward
+    DY = 9  # gradient of a block's output, one micro-batch
+    SCRATCH = 10  # one task's temporaries
+    NORMS = 11  # a block's sums of squares
+    SCALE = 12  # the clip factor
+    KV = 13  # a layer's keys and values, when generating
+    LOGITS = 14  # of the last token, when generating
