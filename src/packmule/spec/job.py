@@ -1,7 +1,7 @@
 """The job: what the user wants, as one immutable record of sections.
 
 Every field is checked at construction; what a field means for several others is checked by the
-section. How YAML, flags and the names of other tools become a job: `packmule.spec.job_text`.
+section. How names are looked up and layers merged: `packmule.spec.job_text`.
 No file is opened here.
 """
 
@@ -10,13 +10,22 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import PurePath
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NamedTuple
 
-from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, field_validator, model_validator
+from pydantic import (
+    AfterValidator,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
 
 from packmule.errors import ConfigError
+from packmule.spec.job_text import collect
 from packmule.spec.plan import Precision
 from packmule.spec.records import Record
 from packmule.spec.units import parse_bytes
@@ -348,6 +357,53 @@ SECTIONS: dict[str, type[Section]] = {
     "logging": Logging,
 }
 """The sections of a job, in the order they are printed."""
+
+
+class LoadedJob(NamedTuple):
+    """A job and what the user should know about how it was read."""
+
+    job: Job
+    notes: tuple[str, ...]
+
+
+def read_job(
+    text: str,
+    source: str,
+    overrides: Sequence[tuple[str, str]] = (),
+    variables: Sequence[tuple[str, str]] = (),
+) -> LoadedJob:
+    """A job from YAML text, environment variables and flags; later ones win.
+
+    Args:
+        text: YAML with sections, or with flat names as other tools write them; may be empty.
+        source: where the text came from, for messages.
+        overrides: (key, value) of flags without dashes: ("max-steps", "100"), ("optim.lr", "1e-4").
+        variables: (name, value) of PACKMULE_* variables.
+
+    Raises:
+        ConfigError: names the source, key, value and what to write instead.
+    """
+    fields = {
+        name: {key: "str" in str(info.annotation) for key, info in section.model_fields.items()}
+        for name, section in SECTIONS.items()
+    }
+    collected = collect(text, source, variables, overrides, fields)
+    try:
+        job = Job.model_validate(collected.data)
+    except ValidationError as error:
+        # Parsed again under the name of the layer that wrote the offending field.
+        job = Job.parse(collected.data, collected.source_of(error.errors()[0]["loc"], source))
+    return LoadedJob(job, tuple(collected.notes))
+
+
+def load_job(
+    text: str,
+    source: str,
+    overrides: Sequence[tuple[str, str]] = (),
+    variables: Sequence[tuple[str, str]] = (),
+) -> Job:
+    """`read_job` without the notes."""
+    return read_job(text, source, overrides, variables).job
 
 
 def promises(job: Job) -> dict[str, Any]:
