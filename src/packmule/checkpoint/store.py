@@ -1,0 +1,324 @@
+"""The state of a run on disk: two slots per block, updated block by block, committed whole.
+
+The rule that makes every commit safe: a slot that HEAD names is never written. An update
+goes to the block's other slot when HEAD names the current one, and in place otherwise.
+Decides nothing about when to update or commit.
+"""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+from packmule.checkpoint.head import (
+    HEAD_NAME,
+    STATE_NAME,
+    BlockHead,
+    Checksum,
+    Head,
+    Progress,
+    encode,
+    read_head,
+    state_layout,
+)
+from packmule.checkpoint.layout import StateLayout
+from packmule.checkpoint.reader import (
+    Place,
+    Report,
+    StateReader,
+    checksums_of,
+    chunk_damage,
+    open_state,
+)
+from packmule.errors import ConfigError, DiskError
+from packmule.tiers.disk import Disk, Handle, ensure_folder, replace_file
+
+
+class StateStore:
+    """The planes of every block, as chunks that can be read, updated and committed.
+
+    Calls may come from several threads; two calls on the same chunk must be ordered by the
+    caller, and a commit raises while an update is under way. Misuse (an update that is not
+    complete, an unknown chunk) is a RuntimeError: a bug, not a fault of the user or the disk.
+
+    Attributes:
+        disk, folder, checksum: as given.
+        layout: as given; after `load` its `chunk_bytes` are those of HEAD.
+        head: the last commit, None before the first.
+    """
+
+    def __init__(self, disk: Disk, folder: Path, layout: StateLayout, checksum: Checksum) -> None:
+        self.disk = disk
+        self.folder = folder
+        self.layout = layout
+        self.checksum = checksum
+        self.head: Head | None = None
+        self._lock = threading.Lock()
+        self._handle: Handle | None = None
+        self._failure: DiskError | None = None
+        self._slots = [0 for _ in layout.blocks]
+        self._written: list[bool] = []
+        self._checksums: list[list[int]] = []
+        self._updates: dict[int, _Update] = {}
+        self.discard(layout.chunk_bytes)
+
+    def create_files(self) -> None:
+        """Allocate `state.bin` for a run that has no commit. Write every block, then commit.
+
+        Raises:
+            DiskError: it does not fit.
+            ConfigError: the run has a commit already.
+        """
+        if self.disk.exists(self.folder / HEAD_NAME):
+            raise ConfigError(f"{self.folder} already holds a run.", "resume it or use another folder")
+        ensure_folder(self.disk, self.folder)
+        self.recreate_state()
+
+    def recreate_state(self) -> None:
+        """Allocate `state.bin` anew whatever is there; HEAD, if any, is damaged from here on."""
+        path = self.folder / STATE_NAME
+        self.close()
+        if self.disk.exists(path):
+            self.disk.remove(path)
+        self.disk.create(path, self.layout.bytes)
+        # HEAD must never be durable without the name of the file it describes.
+        self.disk.sync_folder(self.folder)
+        self._handle = self.disk.open(path, write=True)
+
+    def discard(self, chunk_bytes: int) -> None:
+        """Drop the current contents: every block must be written before the next commit, in
+        chunks of `chunk_bytes`. The last commit stays whole until then."""
+        with self._lock:
+            self.layout = self.layout.with_chunk_bytes(chunk_bytes)
+            blocks = range(len(self.layout.blocks))
+            self._written = [False for _ in blocks]
+            self._checksums = [[0] * len(self.layout.chunks(block)) for block in blocks]
+            self._updates.clear()
+
+    def load(self) -> Head | None:
+        """Take up the last commit; None where there is none. Reads no planes: see `verify`.
+
+        Raises:
+            DamagedFile: HEAD.json or the size of state.bin is not what was written.
+            ConfigError: the state is of another model, plane set or dtype.
+        """
+        head = read_head(self.disk, self.folder, self.checksum)
+        if head is None:
+            return None
+        # The process that wrote this HEAD may have died before its last sync. Were the rename
+        # then lost with the power, the older HEAD would name slots that we are about to write.
+        self.disk.sync_folder(self.folder)
+        found = state_layout(head, self.folder / HEAD_NAME)
+        if not found.same_file(self.layout):
+            raise ConfigError(
+                f"{self.folder / HEAD_NAME}: {_difference(found, self.layout)}.",
+                "resume with the model and precision the run began with, or use another folder",
+            )
+        handle = open_state(self.disk, self.folder, found, write=True)
+        self.close()
+        self.layout = found
+        self.head = head
+        self._handle = handle
+        self._slots = [block.slot for block in head.blocks]
+        self._written = [True for _ in head.blocks]
+        self._checksums = checksums_of(head, found)
+        return head
+
+    def begin(self, block: int) -> int:
+        """Start an update of a block.
+
+        Returns:
+            The slot that is written: the other one if HEAD names the current one.
+        """
+        with self._lock:
+            self._check_usable()
+            if block in self._updates:
+                raise RuntimeError(f"block {block} is being updated already")
+            current = self._slots[block]
+            named = self.head is not None and self.head.blocks[block].slot == current
+            update = _Update(1 - current if named else current, len(self.layout.chunks(block)))
+            self._updates[block] = update
+            return update.slot
+
+    def write(self, block: int, index: int, buffer: memoryview) -> None:
+        """Write the start of `buffer` as chunk `index` of the update under way.
+
+        Raises:
+            DiskError: the update stays incomplete and the last commit is good.
+        """
+        with self._lock:
+            update = self._updates[block]
+            layout, handle = self.layout, self._open()
+        view = buffer.cast("B")[: layout.chunks(block)[index].bytes]
+        if len(view) != layout.chunks(block)[index].bytes:
+            raise RuntimeError(f"block {block} chunk {index}: the buffer has only {len(view)} bytes")
+        # Summed before the write: what a faulty disk does to it must show.
+        found = self.checksum(view)
+        self.disk.write(handle, view, layout.chunk_offset(block, update.slot, index))
+        with self._lock:
+            update.checksums[index] = found
+
+    def end(self, block: int) -> None:
+        """Finish an update: the slot written becomes the block's current one."""
+        with self._lock:
+            update = self._updates[block]
+            missing = [index for index, value in enumerate(update.checksums) if value is None]
+            if missing:
+                raise RuntimeError(f"block {block}: chunks {missing[:8]} of the update are not written")
+            self._slots[block] = update.slot
+            self._checksums[block] = [value for value in update.checksums if value is not None]
+            self._written[block] = True
+            del self._updates[block]
+
+    def read(self, block: int, index: int, buffer: memoryview, verify: bool = True) -> None:
+        """Fill the start of `buffer` with the newest bytes of a chunk: those of the update under
+        way if it has written the chunk, else those from before it.
+
+        Raises:
+            DamagedFile: names block, plane and chunk (only if `verify`).
+        """
+        with self._lock:
+            layout, handle = self.layout, self._open()
+            place = Place(block, self._slots[block], index, self._checksums[block][index])
+            update = self._updates.get(block)
+            newer = update.checksums[index] if update else None
+            if update and newer is not None:
+                place = Place(block, update.slot, index, newer)
+            elif not self._written[block]:
+                raise RuntimeError(f"block {block} has never been written")
+        view = buffer.cast("B")[: layout.chunks(block)[index].bytes]
+        self.disk.read_into(handle, view, layout.chunk_offset(block, place.slot, index))
+        if verify:
+            found = self.checksum(view)
+            if found != place.checksum:
+                raise chunk_damage(self.folder / STATE_NAME, layout, place, found)
+
+    def commit(self, progress: Progress) -> Head:
+        """Make the current slots the run's durable state.
+
+        Every write must have returned. When this returns, a crash at any later moment finds
+        this commit or a newer one. After a failure the store refuses further use, because what
+        a failed sync kept is unknown; the run resumes from the last good commit.
+
+        Raises:
+            DiskError: the disk is full, or a sync failed.
+        """
+        with self._lock:
+            self._check_usable()
+            if self._updates:
+                raise RuntimeError(f"commit while blocks {sorted(self._updates)} are being updated")
+            if not all(self._written):
+                raise RuntimeError("commit before every block has been written")
+            head = self._next_head(progress)
+            try:
+                self.disk.sync(self._open())
+                replace_file(self.disk, self.folder / HEAD_NAME, encode(head, self.checksum))
+            except DiskError as error:
+                self._failure = error
+                raise
+            self.head = head
+            return head
+
+    def verify(self, buffer: memoryview, report: Report | None = None) -> None:
+        """Read every current chunk through `buffer` (at least `layout.chunk_bytes`).
+
+        Raises:
+            DamagedFile: the first damage, naming file, block, plane and chunk.
+        """
+        done, total = 0, len(self.layout.planes) * self.layout.plane_bytes
+        for block in range(len(self.layout.blocks)):
+            for index, chunk in enumerate(self.layout.chunks(block)):
+                self.read(block, index, buffer)
+                done += chunk.bytes
+                if report:
+                    report(done, total)
+
+    def rechunk(self, chunk_bytes: int, buffer: memoryview, report: Report | None = None) -> None:
+        """Verify every current chunk and go on with another chunk size from here.
+
+        Args:
+            buffer: holds the larger of the old and the new chunk.
+
+        Raises:
+            DamagedFile: as `verify`.
+        """
+        layout = self.layout.with_chunk_bytes(chunk_bytes)
+        span = self.layout.with_chunk_bytes(max(chunk_bytes, self.layout.chunk_bytes))
+        sums: list[list[int]] = []
+        done, total = 0, len(layout.planes) * layout.plane_bytes
+        for block in range(len(layout.blocks)):
+            sums.append([])
+            old = 0
+            for whole in span.chunks(block):
+                view = buffer.cast("B")[: whole.bytes]
+                for start in range(0, whole.bytes, self.layout.chunk_bytes):
+                    self.read(block, old, view[start:])
+                    old += 1
+                for start in range(0, whole.bytes, chunk_bytes):
+                    sums[block].append(self.checksum(view[start : start + chunk_bytes]))
+                done += whole.bytes
+                if report:
+                    report(done, total)
+        with self._lock:
+            if self._updates:
+                raise RuntimeError("rechunk while blocks are being updated")
+            self.layout, self._checksums = layout, sums
+
+    def reader(self) -> StateReader:
+        """The last commit, read-only, whatever has been updated since."""
+        if self.head is None:
+            raise RuntimeError("nothing has been committed")
+        return StateReader(self.disk, self.folder, self.head, self.checksum)
+
+    def close(self) -> None:
+        """Let go of the file; uncommitted updates are lost."""
+        if self._handle is not None:
+            self.disk.close(self._handle)
+            self._handle = None
+
+    def _open(self) -> Handle:
+        if self._handle is None:
+            raise RuntimeError("the store has no files open: create_files or load first")
+        return self._handle
+
+    def _check_usable(self) -> None:
+        if self._failure is not None:
+            raise DiskError(
+                f"{self.folder}: an earlier commit failed: {self._failure.cause}",
+                "run the same command again: it resumes from the last good commit",
+            )
+
+    def _next_head(self, progress: Progress) -> Head:
+        blocks = []
+        for number, sums in enumerate(self._checksums):
+            pieces = self.layout.pieces(number)
+            planes = (sums[at : at + pieces] for at in range(0, len(sums), pieces))
+            texts = tuple("".join(f"{value:08x}" for value in plane) for plane in planes)
+            blocks.append(BlockHead(slot=self._slots[number], checksums=texts))
+        # Field by field: a Head is a Progress too, and its own commit must not leak through.
+        kept = {name: getattr(progress, name) for name in Progress.model_fields}
+        return Head(**kept, layout=self.layout.record(), blocks=tuple(blocks))
+
+
+class _Update:
+    """One block's update under way: where it goes and the sums of the chunks written."""
+
+    def __init__(self, slot: int, chunks: int) -> None:
+        self.slot = slot
+        self.checksums: list[int | None] = [None] * chunks
+
+
+def _difference(found: StateLayout, wanted: StateLayout) -> str:
+    if found.planes != wanted.planes:
+        return (
+            f"the state has the planes {', '.join(found.planes)}; this job needs {', '.join(wanted.planes)}"
+        )
+    if found.dtype != wanted.dtype:
+        return f"the state is {found.dtype}; this job needs {wanted.dtype}"
+    if found.slots != wanted.slots:
+        return "this is a snapshot, not a run"
+    names = [block.name for block in found.blocks], [block.name for block in wanted.blocks]
+    if names[0] != names[1]:
+        return f"the state has {len(names[0])} blocks; this job's model has {len(names[1])}, or other names"
+    differing = next(a.name for a, b in zip(found.blocks, wanted.blocks, strict=True) if a != b)
+    return f"block {differing} has other tensors than this job's model"

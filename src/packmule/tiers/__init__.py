@@ -1,0 +1,1 @@
+"""Places tensors live: the disk every file operation goes through. No torch at import."""

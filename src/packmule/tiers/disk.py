@@ -1,0 +1,352 @@
+"""The disk: the primitive file operations of a run, and the two helpers built from them.
+
+Every file operation of a run goes through a `Disk`, so that a test can put a recording or a
+failing disk in its place. Nothing here knows what the files mean. What is durable when:
+
+    create, write, write_bytes   after `sync` or `sync_file` of that file (contents and size)
+    create, rename, remove, make_folder   after `sync_folder` of the folder that holds the name
+
+Until then a power loss keeps, drops or tears each of them on its own, in any order.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+
+from packmule.errors import DamagedFile, DiskError
+from packmule.shapes.layout import PAGE
+
+_UNSYNCABLE_FOLDER = (errno.EINVAL, errno.ENOTSUP)
+
+
+@dataclass(frozen=True)
+class Handle:
+    """An open file.
+
+    Attributes:
+        path: what was opened.
+        number: the disk's own number for it.
+        direct: whether transfers bypass the page cache; then buffers, offsets and sizes
+            must be multiples of 4096 bytes.
+    """
+
+    path: Path
+    number: int
+    direct: bool
+
+
+class Disk(Protocol):
+    """Primitive file operations. All raise DiskError naming the path, with a hint."""
+
+    def create(self, path: Path, size: int) -> None:
+        """Make a new file of `size` > 0 bytes, all allocated now, reading as zeros.
+
+        Raises:
+            DiskError: it exists, or does not fit (nothing is left behind).
+        """
+
+    def open(self, path: Path, write: bool) -> Handle:
+        """Open an existing file for reading, or for reading and writing."""
+
+    def close(self, handle: Handle) -> None:
+        """Let go of it. Does not sync."""
+
+    def read_into(self, handle: Handle, buffer: memoryview, offset: int) -> None:
+        """Fill `buffer` from byte `offset` on.
+
+        Raises:
+            DamagedFile: the file ends before the buffer is full.
+        """
+
+    def write(self, handle: Handle, buffer: memoryview, offset: int) -> None:
+        """Write all of `buffer` at byte `offset`."""
+
+    def sync(self, handle: Handle) -> None:
+        """Make the file's contents and size durable (fdatasync)."""
+
+    def read_bytes(self, path: Path) -> bytes:
+        """The contents of a small file."""
+
+    def write_bytes(self, path: Path, data: bytes) -> None:
+        """Create or overwrite a small file. Not synced: see `replace_file`."""
+
+    def sync_file(self, path: Path) -> None:
+        """Make a closed file's contents and size durable (fsync)."""
+
+    def rename(self, source: Path, target: Path) -> None:
+        """Give a file or folder another name in the same folder, atomically replacing a file."""
+
+    def sync_folder(self, path: Path) -> None:
+        """Make the names in a folder durable."""
+
+    def remove(self, path: Path) -> None:
+        """Remove a file or an empty folder."""
+
+    def make_folder(self, path: Path) -> None:
+        """Make one folder; its parent must exist. No error if it is there."""
+
+    def exists(self, path: Path) -> bool:
+        """Whether the name is there."""
+
+    def size(self, path: Path) -> int:
+        """Bytes of a file."""
+
+    def list(self, path: Path) -> tuple[str, ...]:
+        """Names in a folder, sorted."""
+
+    def free_bytes(self, path: Path) -> int:
+        """Bytes this user can still write to the file system that holds `path`."""
+
+
+def replace_file(disk: Disk, path: Path, data: bytes) -> None:
+    """Write a whole small file so that a crash leaves either the old or the new contents.
+
+    The new contents are durable before the name points at them, and the name is durable
+    when this returns.
+    """
+    temporary = path.with_name(path.name + ".tmp")
+    disk.write_bytes(temporary, data)
+    disk.sync_file(temporary)
+    disk.rename(temporary, path)
+    disk.sync_folder(path.parent)
+
+
+def ensure_folder(disk: Disk, path: Path) -> None:
+    """Make a folder and what is missing above it, all durable when this returns."""
+    if not disk.exists(path.parent):
+        ensure_folder(disk, path.parent)
+    disk.make_folder(path)
+    # Also when it was there: an earlier process may have died before its own sync.
+    disk.sync_folder(path.parent)
+
+
+def remove_folder(disk: Disk, path: Path) -> None:
+    """Remove a folder of plain files. Not synced."""
+    for name in disk.list(path):
+        disk.remove(path / name)
+    disk.remove(path)
+
+
+def aligned_buffer(size: int) -> memoryview:
+    """A writable buffer of `size` bytes that starts on a 4096-byte boundary."""
+    raw = np.empty(size + PAGE, np.uint8)
+    start = -_address(raw.data) % PAGE
+    return raw[start : start + size].data
+
+
+class PosixDisk:
+    """The machine's files. Uses O_DIRECT where the file system has it.
+
+    Args:
+        direct: False never asks for O_DIRECT.
+    """
+
+    def __init__(self, direct: bool = True) -> None:
+        self._direct = direct
+
+    def create(self, path: Path, size: int) -> None:
+        free = self.free_bytes(path.parent)
+        if size > free:
+            raise _full(path, size, free)
+        try:
+            number = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+        except OSError as error:
+            raise _explain(path, "create", error, size) from None
+        try:
+            os.posix_fallocate(number, 0, size)
+        except OSError as error:
+            os.unlink(path)
+            raise _explain(path, "allocate", error, size) from None
+        finally:
+            os.close(number)
+
+    def open(self, path: Path, write: bool) -> Handle:
+        flags = (os.O_RDWR if write else os.O_RDONLY) | os.O_CLOEXEC
+        if self._direct:
+            try:
+                return Handle(path, os.open(path, flags | os.O_DIRECT), direct=True)
+            except OSError as error:
+                if error.errno != errno.EINVAL:
+                    raise _explain(path, "open", error) from None
+        try:
+            return Handle(path, os.open(path, flags), direct=False)
+        except OSError as error:
+            raise _explain(path, "open", error) from None
+
+    def close(self, handle: Handle) -> None:
+        os.close(handle.number)
+
+    def read_into(self, handle: Handle, buffer: memoryview, offset: int) -> None:
+        view = _checked(handle, buffer, offset)
+        done = 0
+        while done < len(view):
+            try:
+                got = os.preadv(handle.number, [view[done:]], offset + done)
+            except OSError as error:
+                raise _explain(handle.path, "read", error, len(view) - done) from None
+            # A direct read stops off the page grid only where the file ends.
+            if got == 0 or (handle.direct and got % PAGE):
+                raise DamagedFile(
+                    f"{handle.path} ends at byte {offset + done + got:,}, "
+                    f"{len(view) - done - got:,} bytes too early.",
+                    "go back to the newest snapshot",
+                )
+            done += got
+
+    def write(self, handle: Handle, buffer: memoryview, offset: int) -> None:
+        view = _checked(handle, buffer, offset)
+        done = 0
+        while done < len(view):
+            try:
+                put = os.pwritev(handle.number, [view[done:]], offset + done)
+            except OSError as error:
+                raise _explain(handle.path, "write", error, len(view) - done) from None
+            if handle.direct:
+                put -= put % PAGE  # go on from the grid; the torn page is written again
+            if put == 0:
+                refused = OSError(errno.EIO, "no bytes accepted")
+                raise _explain(handle.path, "write", refused, len(view) - done)
+            done += put
+
+    def sync(self, handle: Handle) -> None:
+        try:
+            os.fdatasync(handle.number)
+        except OSError as error:
+            raise _explain(handle.path, "sync", error) from None
+
+    def read_bytes(self, path: Path) -> bytes:
+        try:
+            return path.read_bytes()
+        except OSError as error:
+            raise _explain(path, "read", error) from None
+
+    def write_bytes(self, path: Path, data: bytes) -> None:
+        try:
+            path.write_bytes(data)
+        except OSError as error:
+            raise _explain(path, "write", error, len(data)) from None
+
+    def sync_file(self, path: Path) -> None:
+        try:
+            number = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            try:
+                os.fsync(number)
+            finally:
+                os.close(number)
+        except OSError as error:
+            raise _explain(path, "sync", error) from None
+
+    def rename(self, source: Path, target: Path) -> None:
+        try:
+            os.rename(source, target)
+        except OSError as error:
+            raise _explain(source, f"rename to {target.name}", error) from None
+
+    def sync_folder(self, path: Path) -> None:
+        try:
+            number = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            try:
+                os.fsync(number)
+            finally:
+                os.close(number)
+        except OSError as error:
+            # Some network file systems cannot sync a folder: they order names themselves.
+            if error.errno not in _UNSYNCABLE_FOLDER:
+                raise _explain(path, "sync", error) from None
+
+    def remove(self, path: Path) -> None:
+        try:
+            if path.is_dir() and not path.is_symlink():
+                path.rmdir()
+            else:
+                path.unlink()
+        except OSError as error:
+            raise _explain(path, "remove", error) from None
+
+    def make_folder(self, path: Path) -> None:
+        try:
+            path.mkdir(exist_ok=True)
+        except OSError as error:
+            raise _explain(path, "make", error) from None
+
+    def exists(self, path: Path) -> bool:
+        return path.exists()
+
+    def size(self, path: Path) -> int:
+        try:
+            return path.stat().st_size
+        except OSError as error:
+            raise _explain(path, "look at", error) from None
+
+    def list(self, path: Path) -> tuple[str, ...]:
+        try:
+            return tuple(sorted(os.listdir(path)))
+        except OSError as error:
+            raise _explain(path, "list", error) from None
+
+    def free_bytes(self, path: Path) -> int:
+        try:
+            status = os.statvfs(path)
+        except OSError as error:
+            raise _explain(path, "look at", error) from None
+        return status.f_bavail * status.f_frsize
+
+
+def _address(view: memoryview) -> int:
+    return int(np.frombuffer(view, np.uint8).__array_interface__["data"][0])
+
+
+def _checked(handle: Handle, buffer: memoryview, offset: int) -> memoryview:
+    view = buffer.cast("B")
+    if handle.direct and (offset % PAGE or len(view) % PAGE or _address(view) % PAGE):
+        raise AssertionError(
+            f"{handle.path}: direct transfers need multiples of {PAGE}: offset {offset}, "
+            f"{len(view)} bytes, address {_address(view):#x}"
+        )
+    return view
+
+
+def _free(path: Path) -> int | None:
+    for folder in (path, *path.parents):
+        try:
+            status = os.statvfs(folder)
+        except OSError:
+            continue
+        return status.f_bavail * status.f_frsize
+    return None
+
+
+def _full(path: Path, size: int, free: int | None) -> DiskError:
+    missing = max(size - (free or 0), 0)
+    return DiskError(
+        f"{path}: the disk is full: {size:,} bytes to write, {free or 0:,} bytes free.",
+        f"free at least {missing or size:,} bytes there or use another disk, then run the same command",
+    )
+
+
+_HINTS = {
+    errno.EIO: "the device or its driver failed: see `dmesg`; copy the run elsewhere before you go on",
+    errno.EROFS: "mount it read-write or use another folder, then run the same command",
+    errno.EFBIG: "raise the file size limit (`ulimit -f`) or use a file system with larger files",
+    errno.ENOENT: "check the path",
+    errno.EEXIST: "use another folder or remove it",
+    errno.EACCES: "give this user the right to write there or use another folder",
+    errno.EPERM: "give this user the right to write there or use another folder",
+}
+
+
+def _explain(path: Path, action: str, error: OSError, size: int | None = None) -> DiskError:
+    if error.errno in (errno.ENOSPC, errno.EDQUOT) and size is not None:
+        return _full(path, size, _free(path))
+    what = f" {size:,} bytes" if size is not None else ""
+    reason = os.strerror(error.errno) if error.errno else str(error)
+    return DiskError(
+        f"{path}: cannot {action}{what}: {reason}.",
+        _HINTS.get(error.errno or 0, "check the disk, then run the same command"),
+    )
