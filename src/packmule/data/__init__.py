@@ -1,0 +1,1 @@
+"""Sources -> token store -> rows -> (micro-batch, cursor); model and tokenizer files. No torch."""

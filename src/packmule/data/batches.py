@@ -1,0 +1,71 @@
+"""The data cursor: which rows a step trains on, and their tokens as micro-batches. No state: a
+step's rows follow from (seed, step), so resuming is asking for the next step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from packmule.data.order import permute
+from packmule.data.rows import Rows
+from packmule.data.store import TokenStore
+from packmule.spec.batch import IGNORED, Batch
+
+
+class Batches:
+    """Rows in a seeded order per epoch, read as needed.
+
+    Args:
+        store: where the tokens are.
+        rows: the row set that is trained or evaluated on.
+        seed: of the order.
+    """
+
+    def __init__(self, store: TokenStore, rows: Rows, seed: int) -> None:
+        self.store, self.rows, self.seed = store, rows, seed
+
+    def row_ids(self, step: int, rows_per_step: int) -> tuple[int, ...]:
+        """The rows of a step (counted from 0), in the order they are trained on.
+
+        The cursor is step * rows_per_step; an epoch ends inside a step without a gap, and each
+        row is used once per epoch.
+        """
+        return self.row_ids_at(step * rows_per_step, rows_per_step)
+
+    def row_ids_at(self, cursor: int, count: int) -> tuple[int, ...]:
+        """The `count` rows from global position `cursor` on."""
+        n = len(self.rows)
+        found: list[int] = []
+        while len(found) < count:
+            epoch, first = divmod(cursor + len(found), n)
+            last = min(n, first + count - len(found))
+            found += permute(np.arange(first, last), n, self.seed, epoch).tolist()
+        return tuple(found)
+
+    def micro_batch(self, row_ids: Sequence[int]) -> Batch:
+        """The tokens of some rows as one flat stream of documents, rows in the given order."""
+        pieces = [piece for row in row_ids for piece in self.rows.pieces(row)]
+        lengths = tuple(length for _, length in pieces)
+        total = sum(lengths)
+        ids = np.empty(total, np.int64)
+        targets = np.empty(total, np.int64)
+        positions = np.empty(total, np.int32)
+        at = 0
+        for start, length in pieces:
+            part = slice(at, at + length)
+            self.store.read_into(ids[part], start)
+            targets[at : at + length - 1] = ids[at + 1 : at + length]
+            targets[at + length - 1] = IGNORED
+            positions[part] = np.arange(length, dtype=np.int32)
+            at += length
+        return Batch(ids, targets, positions, lengths, tuple(row_ids))
+
+    def targets(self, row_ids: Sequence[int]) -> int:
+        """How many tokens of these rows carry loss, without reading tokens."""
+        lengths = [self.rows.lengths(row) for row in row_ids]
+        return int(sum(int(part.sum()) - len(part) for part in lengths))
+
+    def tokens(self, row_ids: Sequence[int]) -> int:
+        """How many tokens these rows hold, without reading them."""
+        return int(sum(int(self.rows.lengths(row).sum()) for row in row_ids))

@@ -1,0 +1,190 @@
+"""Small file operations shared by data and weights: whole reads at an offset, folders that appear
+complete or not at all, JSON in and out. No formats live here."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from packmule.errors import DamagedFile, DataError, DiskError
+
+_DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.EFBIG)
+
+
+@contextmanager
+def disk_errors(path: Path | str) -> Iterator[None]:
+    """Turn an OSError raised inside into a DiskError that names `path` and the way out.
+
+    Raises:
+        DiskError: the disk is full, read-only or failing, or the path cannot be written.
+    """
+    try:
+        yield
+    except OSError as error:
+        where = error.filename or path
+        if error.errno in _DISK_ERRORS:
+            hint = "free space on this disk, or choose another output folder"
+        else:
+            hint = "choose an output folder you can write to"
+        raise DiskError(f"cannot write {where}: {error.strerror or error}.", hint) from error
+
+
+@contextmanager
+def atomic_folder(target: Path) -> Iterator[Path]:
+    """A temporary sibling folder that becomes `target` when the body ends without an error.
+
+    Files are synced before the rename, so a crash leaves either the whole folder or none of it. An
+    older `target` is replaced; a temporary folder left by a crash is swept away.
+
+    Raises:
+        DiskError: see `disk_errors`.
+    """
+    temporary = target.with_name(target.name + ".partial")
+    replaced = target.with_name(target.name + ".replaced")
+    with disk_errors(target):
+        target.parent.mkdir(parents=True, exist_ok=True)
+        shutil.rmtree(temporary, ignore_errors=True)
+        temporary.mkdir()
+    try:
+        yield temporary
+        with disk_errors(target):
+            for path in sorted(temporary.rglob("*")):
+                sync(path)
+            sync(temporary)
+            shutil.rmtree(replaced, ignore_errors=True)
+            if target.exists():
+                target.rename(replaced)
+            temporary.rename(target)
+            sync(target.parent)
+            shutil.rmtree(replaced, ignore_errors=True)
+    except BaseException:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise
+
+
+def sync(path: Path) -> None:
+    """fsync a file or a folder."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def write_json(path: Path, data: Mapping[str, Any]) -> None:
+    """Write indented JSON under a temporary name, sync it and rename it over `path`."""
+    write_text(path, json.dumps(data, indent=2, ensure_ascii=False) + "\n")
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write text under a temporary name, sync it and rename it over `path`.
+
+    Raises:
+        DiskError: see `disk_errors`.
+    """
+    temporary = path.with_name(path.name + ".partial")
+    with disk_errors(path):
+        with open(temporary, "w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.rename(path)
+        sync(path.parent)
+
+
+def read_text(path: Path) -> str:
+    """The text of a small UTF-8 file.
+
+    Raises:
+        DataError: it is missing, unreadable or not UTF-8.
+    """
+    try:
+        return path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise DataError(f"cannot read {path}: {error.strerror}.", "check the path") from None
+    except UnicodeDecodeError as error:
+        raise DataError(f"{path} is not UTF-8 at byte {error.start}.", "restore the file") from None
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object from a file.
+
+    Raises:
+        DataError: missing, unreadable, not JSON, or not an object.
+    """
+    text = read_text(path)
+    try:
+        data = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"{path} is not JSON: {error}.", "restore the file") from None
+    if not isinstance(data, dict):
+        raise DataError(f"{path} holds no JSON object.", "restore the file")
+    return data
+
+
+class Reader:
+    """Reads ranges of one file by pread: nothing is mapped and nothing is kept.
+
+    Args:
+        path: the file; it stays open until `close` or the end of the `with` block.
+
+    Raises:
+        DataError: the file cannot be opened.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        try:
+            self._descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        except OSError as error:
+            raise DataError(f"cannot open {path}: {error.strerror}.", "check the path") from None
+        self.bytes = os.fstat(self._descriptor).st_size
+
+    def read_into(self, buffer: memoryview, offset: int) -> None:
+        """Fill `buffer` (bytes, writable) from `offset`.
+
+        Raises:
+            DamagedFile: the file ends first.
+            DiskError: the disk cannot read it.
+        """
+        view, at = buffer, offset
+        while len(view):
+            try:
+                got = os.preadv(self._descriptor, [view], at)
+            except OSError as error:
+                raise DiskError(f"cannot read {self.path}: {error.strerror}.", "check the disk") from None
+            if not got:
+                raise DamagedFile(
+                    f"{self.path} ends at byte {self.bytes}, but bytes {offset} to {offset + len(buffer)} are needed.",
+                    "the file is truncated; get it again",
+                )
+            view, at = view[got:], at + got
+
+    def read(self, offset: int, length: int) -> bytes:
+        """`length` bytes from `offset`; raises as `read_into`."""
+        buffer = bytearray(length)
+        self.read_into(memoryview(buffer), offset)
+        return bytes(buffer)
+
+    def forget(self, offset: int, length: int) -> None:
+        """Tell the kernel that this range will not be read again soon."""
+        if hasattr(os, "posix_fadvise"):
+            os.posix_fadvise(self._descriptor, offset, length, os.POSIX_FADV_DONTNEED)
+
+    def close(self) -> None:
+        """Close the file; harmless when repeated."""
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+            self._descriptor = -1
+
+    def __enter__(self) -> Reader:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()

@@ -1,0 +1,162 @@
+"""Text to token ids and back: a tokenizer from a Hugging Face folder or a GGUF file's metadata.
+
+Saved folders load in transformers with AutoTokenizer. The construction from GGUF lives in
+packmule.data.gguf_tokenizer; `tokenizers` is loaded when a tokenizer is made.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from packmule.data.files import disk_errors, read_json, read_text, write_json, write_text
+from packmule.errors import DataError
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+_COPIED = ("special_tokens_map.json", "chat_template.jinja", "added_tokens.json")
+_ANCHOR = "\n"
+
+
+@dataclass(frozen=True)
+class TextTokenizer:
+    """A tokenizer and what the files say about its special tokens.
+
+    Attributes:
+        backend: the Hugging Face `tokenizers` object; used without its own bos and eos.
+        vocab: one more than the largest id it can give.
+        bos, eos, pad: ids, or None where the model has none.
+        add_bos: whether each document begins with `bos`.
+        config: what tokenizer_config.json holds.
+        source: the file or folder it came from, for messages.
+    """
+
+    backend: Tokenizer
+    vocab: int
+    bos: int | None
+    eos: int
+    pad: int | None
+    add_bos: bool
+    config: dict[str, Any] = field(repr=False)
+    source: Path
+
+    @classmethod
+    def from_folder(cls, folder: Path) -> TextTokenizer:
+        """Read tokenizer.json and tokenizer_config.json.
+
+        Raises:
+            DataError: missing or damaged files, or no end-of-text token.
+        """
+        from tokenizers import Tokenizer
+
+        path = folder / "tokenizer.json"
+        if not path.exists():
+            raise DataError(
+                f"{folder} holds no tokenizer.json.",
+                "save one: AutoTokenizer.from_pretrained(...).save_pretrained(folder)",
+            )
+        text = read_text(path)
+        try:
+            backend = Tokenizer.from_str(text)
+        except Exception as error:  # tokenizers raises plain Exception
+            raise DataError(f"{path} cannot be used: {error}.", "get the tokenizer again") from None
+        backend.no_padding()
+        backend.no_truncation()
+        config = _folder_config(folder)
+        ids = {name: _special(backend, config, folder, name) for name in ("bos", "eos", "pad")}
+        if ids["eos"] is None:
+            raise DataError(
+                f"{folder}: neither tokenizer_config.json nor config.json names an end-of-text token.",
+                'add "eos_token" to tokenizer_config.json',
+            )
+        add_bos = config.get("add_bos_token")
+        if add_bos is None:
+            add_bos = ids["bos"] is not None and backend.encode("a").ids[:1] == [ids["bos"]]
+        if add_bos and ids["bos"] is None:
+            raise DataError(f"{folder}: add_bos_token is set, but there is no bos_token.", "correct tokenizer_config.json")
+        return cls(backend, _vocab(backend), ids["bos"], ids["eos"], ids["pad"], bool(add_bos), config, folder)
+
+    def encode(self, texts: Sequence[str]) -> list[list[int]]:
+        """Token ids of each text, with no bos or eos added. Special tokens written in the text
+        become their ids, as in transformers."""
+        return [encoding.ids for encoding in self.backend.encode_batch_fast(list(texts), add_special_tokens=False)]
+
+    def encode_continued(self, texts: Sequence[str]) -> list[list[int]]:
+        """Like `encode`, for texts that go on inside a document: no space is put before them.
+
+        Each text is encoded behind a newline, whose tokens are then cut off.
+        """
+        anchor = self.encode([_ANCHOR])[0]
+        joined = self.encode([_ANCHOR + text for text in texts])
+        # a vocabulary that merges the newline with what follows leaves no seam: encode such a text alone
+        return [
+            ids[len(anchor) :] if ids[: len(anchor)] == anchor else self.encode([text])[0]
+            for ids, text in zip(joined, texts, strict=True)
+        ]
+
+    def decode(self, ids: Sequence[int] | np.ndarray, special: bool = False) -> str:
+        """Text of token ids; special tokens are left out unless `special`."""
+        return str(self.backend.decode([int(i) for i in ids], skip_special_tokens=not special))
+
+    @property
+    def digest(self) -> str:
+        """sha256 of everything that changes ids."""
+        text = json.dumps([self.backend.to_str(), self.vocab, self.bos, self.eos, self.add_bos])
+        return hashlib.sha256(text.encode()).hexdigest()
+
+    def save(self, folder: Path) -> None:
+        """Write tokenizer.json and tokenizer_config.json, and copy their companions.
+
+        Raises:
+            DiskError: the folder cannot be written.
+        """
+        write_text(folder / "tokenizer.json", self.backend.to_str())
+        write_json(folder / "tokenizer_config.json", self.config)
+        copy_files(self.source, folder, _COPIED)
+
+
+def copy_files(source: Path, target: Path, names: Sequence[str]) -> None:
+    """Copy those of `names` that the folder `source` holds; nothing when it is a file or the target.
+
+    Raises:
+        DiskError: the target cannot be written.
+    """
+    for name in names:
+        if source.is_dir() and (source / name).exists() and source.resolve() != target.resolve():
+            with disk_errors(target / name):
+                shutil.copyfile(source / name, target / name)
+
+
+def _vocab(backend: Tokenizer) -> int:
+    return max(backend.get_vocab(with_added_tokens=True).values()) + 1
+
+
+def _folder_config(folder: Path) -> dict[str, Any]:
+    path = folder / "tokenizer_config.json"
+    return read_json(path) if path.exists() else {"tokenizer_class": "PreTrainedTokenizerFast"}
+
+
+def _special(backend: Tokenizer, config: dict[str, Any], folder: Path, name: str) -> int | None:
+    """The id of bos, eos or pad: tokenizer_config.json, special_tokens_map.json, then config.json."""
+    extra = folder / "special_tokens_map.json"
+    for source in (config, read_json(extra) if extra.exists() else {}):
+        token = source.get(f"{name}_token")
+        content = token.get("content") if isinstance(token, dict) else token
+        if isinstance(content, str):
+            found = backend.token_to_id(content)
+            if found is None:
+                raise DataError(f"{folder}: {name}_token {content!r} is not in the vocabulary.", "get the tokenizer again")
+            return int(found)
+    path = folder / "config.json"
+    value = read_json(path).get(f"{name}_token_id") if path.exists() else None
+    if isinstance(value, list):
+        value = value[0] if value else None
+    return value if isinstance(value, int) else None
