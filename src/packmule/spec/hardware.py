@@ -24,6 +24,8 @@ class DiskSpeed(Record):
     mix_bytes_per_second: float = Field(description="reads and writes 1:1, both counted")
     sync_seconds: float = Field(description="one 4 KiB write and fdatasync")
     free_bytes: int
+    device: str = Field(default="", description="source and type of the mount, as mountinfo gives them")
+    filesystem: str = Field(default="", description="its type; files on tmpfs and ramfs are RAM")
 
 
 class Hardware(Record):
@@ -44,3 +46,7 @@ class Hardware(Record):
     disks: tuple[DiskSpeed, ...]
     parent_baseline_bytes: int = Field(description="VmHWM of a torch-free packmule parent")
     child_baseline_bytes: int = Field(description="VmHWM of torch after a first matmul and attention")
+    software: str = Field(default="", description="versions of python and torch that were measured")
+    busy_fraction: float = Field(
+        default=0.0, description="part of the threads that other programs kept from running meanwhile"
+    )

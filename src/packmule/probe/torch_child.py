@@ -1,0 +1,183 @@
+"""The measurements that need torch, in a process of their own.
+
+Run as `python -m packmule.probe.torch_child [--threads N] [--seconds S] [--ram-bytes B]`; prints
+one JSON line. Memory first, while the process is fresh; then speed.
+
+    baseline_bytes             VmHWM after the imports, one matmul per dtype, one attention
+    matmul                     by dtype, pairs of (size, FLOP/s)
+    memory_bytes_per_second    a copy with all threads, bytes read + bytes written
+    task_seconds               handing a task to another thread, running it, hearing back
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import queue
+import statistics
+import threading
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from packmule.probe.roots import peak_resident_bytes
+
+if TYPE_CHECKING:
+    import torch
+
+DTYPES = ("float32", "bfloat16", "float64")
+SIZES = (256, 512, 1024, 2048)
+
+_LEAST_RUNS = 3
+_MOST_RUNS = 50
+_ROUNDS = 2
+_TASKS = 300
+
+
+def baseline_bytes() -> int:
+    """VmHWM in bytes of a process that trains nothing yet, libraries loaded and warm.
+
+    The tensors are small, so what is counted is code, thread pools and library state.
+    """
+    import numpy as np
+    import torch
+
+    import packmule.spec.hardware
+    import packmule.spec.plan
+    import packmule.spec.timeline  # noqa: F401
+
+    torch.from_numpy(np.zeros(16, dtype=np.float32)).sum()
+    for name in DTYPES:
+        dtype = getattr(torch, name)
+        a = torch.ones(256, 256, dtype=dtype)
+        torch.mm(a, a.T, out=torch.empty_like(a))
+        _attention(torch.ones(1, 2, 64, 32, dtype=dtype))
+    return peak_resident_bytes()
+
+
+def _attention(x: torch.Tensor) -> None:
+    """Causal attention forward and backward over x [1, A, N, D], without autograd, as the engine does."""
+    import torch
+
+    ops = torch.ops.aten
+    out, logsumexp = ops._scaled_dot_product_flash_attention_for_cpu(x, x, x, 0.0, True)
+    ops._scaled_dot_product_flash_attention_for_cpu_backward(x, x, x, x, out, logsumexp, 0.0, True)
+
+
+def matmul_points(
+    sizes: tuple[int, ...], seconds: float, dtypes: tuple[str, ...] = DTYPES
+) -> dict[str, list[tuple[int, float]]]:
+    """FLOP/s of (n x n) @ (n x n) by dtype, for each n.
+
+    Args:
+        sizes: n, ascending.
+        seconds: for everything together. A size that would take more than its dtype's share by
+            itself, going by the size before, is left out; the first never is.
+        dtypes: names of torch dtypes.
+    """
+    fastest: dict[tuple[str, int], float] = {}
+    share = seconds / len(dtypes) / _ROUNDS
+    # Rounds apart in time: a short disturbance spoils one of them at most.
+    for _ in range(_ROUNDS):
+        for dtype in dtypes:
+            expected = 0.0
+            for n in sizes:
+                if (_LEAST_RUNS + 1) * expected > share:
+                    break
+                taken = _matmul_seconds(dtype, n, share / len(sizes))
+                fastest[dtype, n] = min(taken, fastest.get((dtype, n), taken))
+                expected = taken * 8
+    return {
+        dtype: [(n, 2.0 * n**3 / fastest[dtype, n]) for n in sizes if (dtype, n) in fastest]
+        for dtype in dtypes
+    }
+
+
+def _matmul_seconds(dtype: str, n: int, seconds: float) -> float:
+    import torch
+
+    a, b = (torch.randn(n, n).to(getattr(torch, dtype)) for _ in range(2))
+    out = torch.empty_like(a)
+    return _undisturbed_seconds(lambda: torch.mm(a, b, out=out), seconds)
+
+
+def copy_bytes_per_second(nbytes: int, seconds: float) -> float:
+    """Bytes read plus bytes written per second while `nbytes` are copied with all threads."""
+    import torch
+
+    source = torch.ones(nbytes, dtype=torch.uint8)
+    target = torch.zeros_like(source)
+    return 2.0 * nbytes / _undisturbed_seconds(lambda: target.copy_(source), seconds)
+
+
+def task_seconds() -> float:
+    """Median seconds to hand one task to another thread, run a tiny torch operation there, hear back."""
+    import torch
+
+    tasks: queue.SimpleQueue[Callable[[], Any] | None] = queue.SimpleQueue()
+    done: queue.SimpleQueue[Any] = queue.SimpleQueue()
+
+    def work() -> None:
+        while (body := tasks.get()) is not None:
+            done.put(body())
+
+    a, out = torch.ones(8), torch.empty(8)
+    thread = threading.Thread(target=work, daemon=True)
+    thread.start()
+    times = []
+    for _ in range(_TASKS):
+        started = time.perf_counter()
+        tasks.put(lambda: torch.add(a, a, out=out))
+        done.get()
+        times.append(time.perf_counter() - started)
+    tasks.put(None)
+    thread.join()
+    return statistics.median(times)
+
+
+def _undisturbed_seconds(run: Callable[[], Any], seconds: float) -> float:
+    """Seconds that a tenth of the runs stay below: at least three runs after one that warms up.
+
+    With a thread per CPU, whatever else runs makes a whole team wait at its barrier: on two
+    cores one busy program makes the median ten times longer and leaves the fast runs alone.
+    """
+    run()
+    times: list[float] = []
+    started = time.perf_counter()
+    while len(times) < _LEAST_RUNS or (len(times) < _MOST_RUNS and time.perf_counter() - started < seconds):
+        begin = time.perf_counter()
+        run()
+        times.append(time.perf_counter() - begin)
+    return sorted(times)[len(times) // 10]
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Measure and print. See the module's first lines."""
+    parser = argparse.ArgumentParser(prog="packmule.probe.torch_child", description="torch measurements")
+    parser.add_argument("--threads", type=int, help="threads torch uses; its own choice when left out")
+    parser.add_argument("--seconds", type=float, default=8.0, help="about how long the timing may take")
+    parser.add_argument("--ram-bytes", type=int, default=1 << 30, help="memory the timing may use")
+    parser.add_argument("--largest", type=int, default=SIZES[-1], help="the largest matrix")
+    options = parser.parse_args(arguments)
+
+    import torch
+
+    if options.threads:
+        torch.set_num_threads(options.threads)
+    baseline = baseline_bytes()
+    torch.manual_seed(0)
+    # Four matrices of the largest size may live at once (float32 before it is converted).
+    sizes = tuple(n for n in SIZES if n <= options.largest and 4 * 8 * n * n <= options.ram_bytes)
+    matmul = matmul_points(sizes or SIZES[:1], 0.8 * options.seconds)
+    copied = max(1 << 20, min(256 << 20, options.ram_bytes // 2))
+    answer = {
+        "baseline_bytes": baseline,
+        "matmul": matmul,
+        "memory_bytes_per_second": copy_bytes_per_second(copied, 0.1 * options.seconds),
+        "task_seconds": task_seconds(),
+    }
+    print(json.dumps(answer))
+
+
+if __name__ == "__main__":
+    main()
