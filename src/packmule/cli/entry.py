@@ -1,0 +1,73 @@
+"""`main`: run one command line, turn every failure into a message and an exit code."""
+
+from __future__ import annotations
+
+import sys
+import traceback
+from collections.abc import Sequence
+
+from packmule.errors import PackmuleError
+from packmule.spec.environment import Environment, read_environment
+
+
+def main(argv: Sequence[str] | None = None, environment: Environment | None = None) -> int:
+    """Run one command.
+
+    Args:
+        argv: the words after `packmule`; those of this process when None.
+        environment: what to honor instead of this process's variables.
+
+    Returns:
+        The exit code: 0 done, 1 a bug, 2 bad input, 3 does not fit, 4 disk, 5 resumable,
+        130/143 stopped by a signal.
+    """
+    words = list(sys.argv[1:] if argv is None else argv)
+    environment = read_environment() if environment is None else environment
+    debug = environment.debug or "--debug" in words
+    words = [word for word in words if word != "--debug"] or ["--help"]
+    try:
+        return _run(words, environment)
+    except PackmuleError as error:
+        if debug:
+            traceback.print_exc()
+        return _report(error.cause, error.hint, error.exit_code)
+    except KeyboardInterrupt:
+        return _report("interrupted.", "", 130)
+    except Exception as error:
+        if debug:
+            traceback.print_exc()
+        what = str(error).strip() or "no message"
+        return _report(
+            f"this is a bug in packmule: {type(error).__name__}: {what}",
+            "run the command again with --debug and report what it prints",
+            1,
+        )
+
+
+def _run(words: list[str], environment: Environment) -> int:
+    from typer import Abort
+    from typer.main import get_command
+
+    from packmule.cli.app import app
+
+    try:
+        command = get_command(app)
+        code = command.main(args=words, prog_name="packmule", standalone_mode=False, obj=environment)
+    except Abort:
+        raise KeyboardInterrupt from None
+    except Exception as error:
+        # Usage errors of click, which some versions of typer carry inside and others import.
+        message = getattr(error, "format_message", None)
+        if message is None:
+            raise
+        context = getattr(error, "ctx", None)
+        path = context.command_path if context is not None else "packmule"
+        return _report(message(), f"see `{path} --help`", 2)
+    return code if isinstance(code, int) else 0
+
+
+def _report(cause: str, hint: str, code: int) -> int:
+    print(f"error: {cause}", file=sys.stderr)
+    if hint:
+        print(f"hint: {hint}", file=sys.stderr)
+    return code

@@ -1,0 +1,45 @@
+"""`packmule eval`: the loss of a run, a checkpoint or a model on text."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from packmule.cli.common import JsonFlag, RunArgument, environment_of, print_json, print_rows
+
+
+def evaluate(
+    context: typer.Context,
+    run: RunArgument,
+    dataset: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--dataset", metavar="PATH", help="Text to judge on. Default: the run's validation data."
+        ),
+    ] = None,
+    rows: Annotated[int | None, typer.Option("--rows", min=1, help="Judge on this many rows only.")] = None,
+    ram: Annotated[str | None, typer.Option("--ram", metavar="SIZE", help="Budget of all processes.")] = None,
+    json: JsonFlag = False,
+) -> int:
+    """Loss and perplexity on held-out text.
+
+    \b
+    packmule eval out
+    packmule eval out/checkpoint-100 --dataset other.txt --rows 64
+    """
+    from packmule.spec.units import parse_bytes
+    from packmule.train.commands import evaluate as run_evaluation
+
+    result = run_evaluation(
+        run,
+        environment_of(context),
+        dataset=tuple(dataset or ()),
+        rows=rows,
+        ram_bytes=None if ram is None else parse_bytes(ram),
+    )
+    if json:
+        print_json(result)
+    else:
+        print_rows((str(key), str(value)) for key, value in result.items())
+    return 0

@@ -1,0 +1,35 @@
+"""`packmule info`: what a run, a checkpoint or a model is."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from packmule.cli.common import JsonFlag, environment_of, print_json, print_rows
+
+
+def info(
+    context: typer.Context,
+    path: Annotated[
+        Path, typer.Argument(metavar="PATH", help="A run, a checkpoint, a model folder or a .gguf file.")
+    ],
+    json: JsonFlag = False,
+) -> int:
+    """Say what a run, checkpoint or model is.
+
+    Architecture, step, sizes, numerics; no weights are loaded.
+
+    \b
+    packmule info out
+    packmule info model.gguf --json
+    """
+    from packmule.train.commands import info as read_info
+
+    result = read_info(path, environment_of(context))
+    if json:
+        print_json(result)
+    else:
+        print_rows((str(key), str(value)) for key, value in result.items())
+    return 0
