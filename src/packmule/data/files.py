@@ -7,7 +7,7 @@ import errno
 import json
 import os
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -126,6 +126,18 @@ def read_json(path: Path) -> dict[str, Any]:
     if not isinstance(data, dict):
         raise DataError(f"{path} holds no JSON object.", "restore the file")
     return data
+
+
+def copy_files(source: Path, target: Path, names: Sequence[str]) -> None:
+    """Copy those of `names` that the folder `source` holds; nothing when it is a file or the target.
+
+    Raises:
+        DiskError: the target cannot be written.
+    """
+    for name in names:
+        if source.is_dir() and (source / name).exists() and source.resolve() != target.resolve():
+            with disk_errors(target / name):
+                shutil.copyfile(source / name, target / name)
 
 
 class Reader:

@@ -190,7 +190,7 @@ def best_fit(lengths: np.ndarray, limit: int) -> tuple[np.ndarray, int]:
     """Best-fit decreasing bin packing (Johnson et al. 1974).
 
     Each piece, longest first (equal ones in their order), goes to the fullest row that has room,
-    the earliest opened of these, else to a new row. Rows are found by free space: one bit per size
+    of these the one that has waited longest, else to a new row. Rows are found by free space: one bit per size
     tells whether a row has exactly that much left, so a piece costs one scan of `limit` bits.
 
     Args:

@@ -8,15 +8,15 @@ from __future__ import annotations
 
 import hashlib
 import json
-import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from packmule.data.files import disk_errors, read_json, read_text, write_json, write_text
+from packmule.data.files import copy_files, read_json, read_text, write_json, write_text
 from packmule.errors import DataError
 
 if TYPE_CHECKING:
@@ -106,7 +106,7 @@ class TextTokenizer:
         """Text of token ids; special tokens are left out unless `special`."""
         return str(self.backend.decode([int(i) for i in ids], skip_special_tokens=not special))
 
-    @property
+    @cached_property
     def digest(self) -> str:
         """sha256 of everything that changes ids."""
         text = json.dumps([self.backend.to_str(), self.vocab, self.bos, self.eos, self.add_bos])
@@ -121,18 +121,6 @@ class TextTokenizer:
         write_text(folder / "tokenizer.json", self.backend.to_str())
         write_json(folder / "tokenizer_config.json", self.config)
         copy_files(self.source, folder, _COPIED)
-
-
-def copy_files(source: Path, target: Path, names: Sequence[str]) -> None:
-    """Copy those of `names` that the folder `source` holds; nothing when it is a file or the target.
-
-    Raises:
-        DiskError: the target cannot be written.
-    """
-    for name in names:
-        if source.is_dir() and (source / name).exists() and source.resolve() != target.resolve():
-            with disk_errors(target / name):
-                shutil.copyfile(source / name, target / name)
 
 
 def _vocab(backend: Tokenizer) -> int:
