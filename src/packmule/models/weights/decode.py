@@ -1,0 +1,49 @@
+"""Bytes of a weight file -> float32, and float32 -> the dtypes an export writes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+
+_FLOATS = {"F64": "<f8", "F32": "<f4", "F16": "<f2"}
+
+
+def decoder(kind: str) -> Callable[[np.ndarray], np.ndarray] | None:
+    """How to decode rows of an encoding, or None when it is unknown.
+
+    The decoder takes uint8 [rows, row_bytes] and returns float32 [rows, columns]. F64, F32, F16
+    and BF16 are decoded here; ggml's quantized types by gguf.quants.
+    """
+    if kind in _FLOATS:
+        dtype = np.dtype(_FLOATS[kind])
+        return lambda raw: raw.view(dtype).astype(np.float32, copy=False)
+    if kind == "BF16":
+        return lambda raw: (raw.view("<u2").astype(np.uint32) << np.uint32(16)).view(np.float32)
+    return _quantized(kind)
+
+
+def _quantized(kind: str) -> Callable[[np.ndarray], np.ndarray] | None:
+    from gguf import GGMLQuantizationType, quants
+
+    if kind not in GGMLQuantizationType.__members__:
+        return None
+    quantization = GGMLQuantizationType[kind]
+    try:
+        # one block of zeros tells whether gguf can decode the type
+        quants.dequantize(np.zeros((1, quants.quant_shape_to_byte_shape((256,), quantization)[0]), np.uint8), quantization)
+    except (NotImplementedError, KeyError, ValueError):
+        return None
+    return lambda raw: quants.dequantize(raw, quantization)
+
+
+def to_bfloat16(values: np.ndarray) -> np.ndarray:
+    """uint16 bit patterns of float32 values rounded to nearest even; NaN stays NaN.
+
+    Args:
+        values: float32, any shape.
+    """
+    bits = values.astype(np.float32, copy=False).view(np.uint32)
+    rounded = (bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)
+    quiet = (bits >> np.uint32(16)) | np.uint32(0x40)
+    return np.where(np.isnan(values), quiet, rounded).astype("<u2")

@@ -1,0 +1,122 @@
+"""A model -> a Hugging Face folder, tensor by tensor and chunk by chunk."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Mapping
+from math import prod
+from pathlib import Path
+from typing import Any, BinaryIO, Literal, NamedTuple
+
+import numpy as np
+
+from packmule.data.files import atomic_folder, disk_errors, write_json
+from packmule.data.model_files import copy_model_files
+from packmule.models.weights.decode import to_bfloat16
+from packmule.models.weights.names import hf_name
+from packmule.shapes.model import Block, ModelShape, Parameter
+
+ExportDtype = Literal["bfloat16", "float32"]
+SHARD_BYTES = 5_000_000_000
+_CODES = {"bfloat16": ("BF16", 2), "float32": ("F32", 4)}
+
+
+class _Item(NamedTuple):
+    name: str
+    block: Block
+    parameter: Parameter
+    bytes: int
+
+
+def export_bytes(shape: ModelShape, dtype: ExportDtype) -> int:
+    """Bytes of all weights in an export, without headers."""
+    return shape.numel * _CODES[dtype][1]
+
+
+def write_huggingface(
+    folder: Path,
+    shape: ModelShape,
+    config: Mapping[str, Any],
+    tensors: Callable[[Block, Parameter], Iterable[np.ndarray]],
+    dtype: ExportDtype = "bfloat16",
+    model_folder: Path | None = None,
+    shard_bytes: int = SHARD_BYTES,
+) -> None:
+    """Write model.safetensors (or shards and an index), config.json and the tokenizer's files.
+
+    The folder appears complete or not at all, in place of an older one. Memory is one chunk.
+
+    Args:
+        config: the config.json the model came with; architecture and dtype are set here.
+        tensors: gives a parameter's elements in order, as flat float32 or float64 chunks.
+        dtype: of the weights; bfloat16 is rounded to nearest even.
+        model_folder: a prepared model folder whose tokenizer and generation files are copied.
+        shard_bytes: most bytes of weights in one file (but at least one tensor).
+
+    Raises:
+        DiskError: the disk is full or read-only.
+        ValueError: `tensors` gives too few or too many elements.
+    """
+    items = [
+        _Item(hf_name(block, parameter), block, parameter, prod(parameter.shape) * _CODES[dtype][1])
+        for block in shape.blocks()
+        for parameter in block.parameters
+    ]
+    shards = _shards(items, shard_bytes)
+    with atomic_folder(folder) as temporary, disk_errors(folder):
+        names: dict[str, str] = {}
+        for number, shard in enumerate(shards, 1):
+            name = "model.safetensors"
+            if len(shards) > 1:
+                name = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+            with open(temporary / name, "wb") as file:
+                _write_shard(file, shard, tensors, dtype)
+            names.update((item.name, name) for item in shard)
+        if len(shards) > 1:
+            total = sum(item.bytes for item in items)
+            index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(names.items()))}
+            write_json(temporary / "model.safetensors.index.json", index)
+        # transformers 5 reads dtype, older versions torch_dtype
+        stated = {"architectures": ["LlamaForCausalLM"], "dtype": dtype, "torch_dtype": dtype}
+        write_json(temporary / "config.json", {**config, **stated})
+        if model_folder is not None:
+            copy_model_files(model_folder, temporary)
+
+
+def _shards(items: list[_Item], limit: int) -> list[list[_Item]]:
+    shards: list[list[_Item]] = [[]]
+    size = 0
+    for item in items:
+        if shards[-1] and size + item.bytes > limit:
+            shards.append([])
+            size = 0
+        shards[-1].append(item)
+        size += item.bytes
+    return shards
+
+
+def _write_shard(
+    file: BinaryIO,
+    items: list[_Item],
+    tensors: Callable[[Block, Parameter], Iterable[np.ndarray]],
+    dtype: ExportDtype,
+) -> None:
+    code, itemsize = _CODES[dtype]
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    offset = 0
+    for item in items:
+        end = offset + item.bytes
+        header[item.name] = {"dtype": code, "shape": list(item.parameter.shape), "data_offsets": [offset, end]}
+        offset = end
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    file.write(len(text).to_bytes(8, "little") + text)
+    for item in items:
+        written = 0
+        for chunk in tensors(item.block, item.parameter):
+            values = chunk.astype("<f4", copy=False)
+            data = to_bfloat16(values) if dtype == "bfloat16" else np.ascontiguousarray(values)
+            file.write(memoryview(data).cast("B"))
+            written += chunk.size * itemsize
+        if written != item.bytes:
+            raise ValueError(f"{item.name}: {written // itemsize} elements given, {item.bytes // itemsize} expected")

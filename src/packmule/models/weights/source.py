@@ -1,0 +1,210 @@
+"""Initial weights as chunks of fp32, read from where they lie or drawn from a seed.
+
+A source is opened on a prepared model folder (packmule.data.model_files). Only one chunk is in
+memory at a time, and pages read are given back to the kernel.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from math import prod
+from pathlib import Path
+
+import numpy as np
+
+from packmule.data.files import Reader
+from packmule.data.manifest import Manifest, WeightEntry
+from packmule.errors import DataError
+from packmule.models.weights.decode import decoder
+from packmule.models.weights.names import hf_name
+from packmule.shapes.model import Block, ModelShape, Parameter
+
+CHUNK_BYTES = 4 << 20
+_TILE = 1 << 16
+_REPLACE = "give the model again: its files are not what they were when the run began"
+
+
+class WeightSource(ABC):
+    """Every parameter of a model, in chunks."""
+
+    @classmethod
+    def open(cls, folder: Path) -> WeightSource:
+        """The source that a model folder's weights.json describes.
+
+        Raises:
+            DataError, ConfigError: the manifest or a weight file is missing, changed or damaged.
+        """
+        manifest = Manifest.open(folder)
+        return RandomSource(manifest) if manifest.kind == "random" else FileSource(manifest)
+
+    @abstractmethod
+    def check(self, shape: ModelShape) -> None:
+        """Whether every parameter is there with its shape, and nothing else is.
+
+        Raises:
+            DataError: names the tensor and the file.
+        """
+
+    @abstractmethod
+    def chunks(
+        self, block: Block, parameter: Parameter, chunk_bytes: int = CHUNK_BYTES
+    ) -> Iterator[tuple[int, np.ndarray]]:
+        """One parameter in order.
+
+        Args:
+            chunk_bytes: bound of a chunk's float32 bytes, but at least one row (one head for
+                rows that must be reordered, one tile of 65536 elements for random weights).
+
+        Yields:
+            (index of the chunk's first element in the flat tensor, float32 [n]). The array may
+            be overwritten by the next chunk.
+
+        Raises:
+            DataError: missing, mis-shaped, of an unknown encoding, or a truncated file.
+        """
+
+    @abstractmethod
+    def close(self) -> None:
+        """Close the files."""
+
+    def __enter__(self) -> WeightSource:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+class FileSource(WeightSource):
+    """Weights from safetensors or GGUF files, by the manifest's offsets."""
+
+    def __init__(self, manifest: Manifest) -> None:
+        self._entries = {entry.name: entry for entry in manifest.tensors}
+        self._readers: list[Reader] = []
+        try:
+            for file in manifest.files:
+                self._readers.append(Reader(Path(file.path)))
+                if self._readers[-1].bytes != file.bytes:
+                    raise DataError(
+                        f"{file.path} has {self._readers[-1].bytes} bytes; it had {file.bytes} when it was prepared.",
+                        _REPLACE,
+                    )
+        except BaseException:
+            self.close()
+            raise
+
+    def check(self, shape: ModelShape) -> None:
+        known = set()
+        for block in shape.blocks():
+            for parameter in block.parameters:
+                self._decoder(self._entry(block, parameter))
+                known.add(hf_name(block, parameter))
+        # a tied model may still carry a copy of its embedding, and old ones their RoPE frequencies
+        extra = [n for n in self._entries if n not in known and not n.endswith("rotary_emb.inv_freq")]
+        extra = [n for n in extra if not (shape.tied and n == "lm_head.weight")]
+        if extra:
+            raise DataError(
+                f"{self._path(self._entries[extra[0]])}: tensor {extra[0]!r} belongs to no part of this model.",
+                "use the config.json the weights were saved with",
+            )
+
+    def chunks(
+        self, block: Block, parameter: Parameter, chunk_bytes: int = CHUNK_BYTES
+    ) -> Iterator[tuple[int, np.ndarray]]:
+        entry = self._entry(block, parameter)
+        decode, reader = self._decoder(entry), self._readers[entry.file]
+        unit = entry.rows // entry.interleaved_heads if entry.interleaved_heads else 1
+        step = unit * max(1, chunk_bytes // (unit * entry.columns * 4))
+        raw = np.empty(min(step, entry.rows) * entry.row_bytes, np.uint8)
+        for row in range(0, entry.rows, step):
+            rows = min(step, entry.rows - row)
+            part = raw[: rows * entry.row_bytes]
+            offset = entry.offset + row * entry.row_bytes
+            reader.read_into(memoryview(part), offset)
+            reader.forget(offset, len(part))
+            values = decode(part.reshape(rows, entry.row_bytes))
+            if entry.interleaved_heads:
+                values = half_rotation(values, unit)
+            yield row * entry.columns, np.ascontiguousarray(values).reshape(-1)
+
+    def close(self) -> None:
+        for reader in self._readers:
+            reader.close()
+
+    def _path(self, entry: WeightEntry) -> Path:
+        return self._readers[entry.file].path
+
+    def _entry(self, block: Block, parameter: Parameter) -> WeightEntry:
+        name = hf_name(block, parameter)
+        entry = self._entries.get(name)
+        if entry is None:
+            where = ", ".join(str(reader.path) for reader in self._readers[:3])
+            raise DataError(f"tensor {name!r} is missing in {where}.", "get the model again, or correct its config.json")
+        if entry.shape != parameter.shape:
+            raise DataError(
+                f"{self._path(entry)}: tensor {name!r} has shape {list(entry.shape)}, "
+                f"but config.json asks for {list(parameter.shape)}.",
+                "use the config.json the weights were saved with",
+            )
+        return entry
+
+    def _decoder(self, entry: WeightEntry) -> Callable[[np.ndarray], np.ndarray]:
+        decode = decoder(entry.type)
+        if decode is None:
+            raise DataError(
+                f"{self._path(entry)}: tensor {entry.name!r} is stored as {entry.type}, which cannot be decoded.",
+                "convert the model to F32, F16, BF16, Q8_0 or Q4_1",
+            )
+        return decode
+
+
+class RandomSource(WeightSource):
+    """Fresh weights: normal with the config's deviation, norms 1 (Llama's initialization).
+
+    Each tile of 65536 elements has its own Philox stream (Salmon et al. 2011) keyed by seed, block
+    and parameter, so a tensor does not depend on chunk size or on what was drawn before.
+    """
+
+    def __init__(self, manifest: Manifest) -> None:
+        self._seed, self._deviation = manifest.seed, np.float32(manifest.deviation)
+
+    def check(self, shape: ModelShape) -> None:
+        return None
+
+    def chunks(
+        self, block: Block, parameter: Parameter, chunk_bytes: int = CHUNK_BYTES
+    ) -> Iterator[tuple[int, np.ndarray]]:
+        total = prod(parameter.shape)
+        step = _TILE * max(1, chunk_bytes // (4 * _TILE))
+        for first in range(0, total, step):
+            values = np.empty(min(step, total - first), np.float32)
+            for at in range(0, len(values), _TILE):
+                part = values[at : at + _TILE]
+                if parameter.role == "norm":
+                    part.fill(1)
+                else:
+                    self._stream(block, parameter, (first + at) // _TILE).standard_normal(dtype=np.float32, out=part)
+                    part *= self._deviation
+            yield first, values
+
+    def close(self) -> None:
+        return None
+
+    def _stream(self, block: Block, parameter: Parameter, tile: int) -> np.random.Generator:
+        place = block.parameters.index(parameter)
+        key = np.array([self._seed % (1 << 64), (block.index << 32) | place], np.uint64)
+        counter = np.array([0, tile, 0, 0], np.uint64)
+        return np.random.Generator(np.random.Philox(key=key, counter=counter))
+
+
+def half_rotation(rows: np.ndarray, head_dim: int) -> np.ndarray:
+    """Rows of whole heads from GGUF's RoPE order to Hugging Face's.
+
+    GGUF keeps the two rows of a rotated pair next to each other (0, D/2, 1, D/2 + 1, ...); Hugging
+    Face rotates the first half of a head against the second (llama.cpp: LlamaModel.permute).
+
+    Args:
+        rows: [heads * head_dim, columns].
+    """
+    pairs = rows.reshape(-1, head_dim // 2, 2, rows.shape[-1])
+    return pairs.swapaxes(1, 2).reshape(rows.shape)
