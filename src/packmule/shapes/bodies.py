@@ -51,30 +51,73 @@ def layer_saved(shape: ModelShape, tokens: int, types: Dtypes) -> tuple[TensorSp
     )
 
 
+ATTENTION_TILE = 128
+"""Query rows of one attention tile; keys after a tile's last row are skipped."""
+
+ATTENTION_ELEMENTS = 1 << 20
+"""Elements that the scores of one batched attention product may have, unless one pair needs more."""
+
+
+def _pair_elements(shape: ModelShape, length: int) -> int:
+    """Elements of the largest temporary of one (document, key/value head) pair."""
+    group, d, tile = shape.heads // shape.kv_heads, shape.head_dim, min(ATTENTION_TILE, length)
+    return max(group * tile * length, length * d, group * tile * d)
+
+
+def attention_units(shape: ModelShape, length: int) -> int:
+    """(Document, key/value head) pairs that go through one batched product."""
+    return max(1, ATTENTION_ELEMENTS // _pair_elements(shape, length))
+
+
+def attention_scratch(
+    shape: ModelShape, queries: int, keys: int, types: Dtypes, backward: bool
+) -> tuple[TensorSpec, ...]:
+    """Temporaries of attention for at most `queries` rows, whatever their documents, each of
+    which sees at most `keys` keys. Flat: each document length takes its own shapes from them."""
+    c, s = types.compute, types.statistic
+    group, d, tile = shape.heads // shape.kv_heads, shape.head_dim, min(ATTENTION_TILE, queries)
+    rows = min(shape.heads * queries * d, max(ATTENTION_ELEMENTS, group * tile * d))
+    prefix = min(shape.kv_heads * keys * d, max(ATTENTION_ELEMENTS, keys * d))
+    scores = min(shape.heads * tile * keys, max(ATTENTION_ELEMENTS, group * tile * keys))
+    forward = (
+        TensorSpec("tile_q", (rows,), c),
+        TensorSpec("tile_k", (prefix,), c),
+        TensorSpec("tile_v", (prefix,), c),
+        TensorSpec("tile_scores", (scores,), c),
+    )
+    if not backward:
+        return forward
+    return (
+        *forward,
+        TensorSpec("tile_dout", (rows,), c),
+        TensorSpec("tile_product", (rows,), s),
+        TensorSpec("tile_delta", (rows // d,), s),
+        TensorSpec("tile_dscores", (scores,), c),
+        TensorSpec("tile_dk", (prefix,), s),
+        TensorSpec("tile_dv", (prefix,), s),
+        *((TensorSpec("tile_dkv", (prefix,), c),) if c != s else ()),
+    )
+
+
 def layer_forward_scratch(shape: ModelShape, tokens: int, types: Dtypes) -> tuple[TensorSpec, ...]:
     """Temporaries of a layer's forward (saved tensors come on top when they are not kept)."""
     c = types.compute
     return (
         TensorSpec("normed", (tokens, shape.hidden), c),
-        TensorSpec("act", (tokens, shape.ffn), c),
+        TensorSpec("wide", (tokens * shape.ffn,), c),
+        *attention_scratch(shape, tokens, tokens, types, backward=False),
     )
 
 
 def layer_backward_scratch(shape: ModelShape, tokens: int, types: Dtypes) -> tuple[TensorSpec, ...]:
-    """Temporaries of a layer's backward."""
-    c, n = types.compute, tokens
-    q, kv = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
+    """Temporaries of a layer's backward, and of the forward it may run first."""
+    c = types.compute
     largest = max(p.shape[0] * p.shape[1] for p in shape.blocks()[1].parameters if len(p.shape) == 2)
     low = types.compute != types.gradient
     return (
-        TensorSpec("normed", (n, shape.hidden), c),
-        TensorSpec("act", (n, shape.ffn), c),
-        TensorSpec("dnormed", (n, shape.hidden), c),
-        TensorSpec("dmiddle", (n, shape.hidden), c),
-        TensorSpec("dattention", (n, q), c),
-        TensorSpec("dq", (n, q), c),
-        TensorSpec("dk", (n, kv), c),
-        TensorSpec("dv", (n, kv), c),
+        TensorSpec("normed", (tokens, shape.hidden), c),
+        TensorSpec("wide", (tokens * max(shape.ffn, shape.heads * shape.head_dim),), c),
+        *attention_scratch(shape, tokens, tokens, types, backward=True),
         *((TensorSpec("wgrad", (largest,), c),) if low else ()),
     )
 
@@ -97,6 +140,31 @@ def head_scratch(shape: ModelShape, chunk: int, types: Dtypes, train: bool) -> t
         TensorSpec("dnormed", (chunk, shape.hidden), c),
         *((TensorSpec("wgrad", (slab * shape.hidden,), c),) if low else ()),
     )
+
+
+def decode_scratch(shape: ModelShape, tokens: int, positions: int, types: Dtypes) -> tuple[TensorSpec, ...]:
+    """Temporaries of generation: at most `tokens` at once over a cache of `positions`."""
+    c, s, n = types.compute, types.statistic, tokens
+    q, kv = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
+    attention = attention_scratch(shape, tokens, positions, types, backward=False)
+    return (
+        TensorSpec("normed", (n, shape.hidden), c),
+        TensorSpec("rstd", (n,), s),
+        TensorSpec("q", (n, q), c),
+        TensorSpec("k", (n, kv), c),
+        TensorSpec("v", (n, kv), c),
+        TensorSpec("middle", (n, shape.hidden), c),
+        TensorSpec("gate", (n, shape.ffn), c),
+        TensorSpec("up", (n, shape.ffn), c),
+        TensorSpec("lse", (shape.heads * n,), s),
+        TensorSpec("logits", (1, shape.vocab), c),
+        *(spec for spec in attention if spec.name in ("tile_q", "tile_scores")),
+    )
+
+
+def cache_spec(shape: ModelShape, positions: int, types: Dtypes) -> TensorSpec:
+    """One layer's keys and values."""
+    return TensorSpec("cache", (2, shape.kv_heads, positions, shape.head_dim), types.compute)
 
 
 def input_spec(shape: ModelShape, tokens: int, types: Dtypes) -> TensorSpec:

@@ -1,0 +1,76 @@
+"""Generation with a cache against the whole forward."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+from packmule.kernels.contract import Kernels
+from packmule.models import decode
+from packmule.shapes import bodies
+from tests.parity.oracle import oracle
+from tests.parity.plain import PlainModel, plain_logits, poisoned
+from tests.parity.samples import pack, random_documents, random_shape, relative
+from torch import Tensor
+
+
+class Generator:
+    """A plain loop over the decoding bodies."""
+
+    def __init__(self, model: PlainModel, positions: int, most: int) -> None:
+        shape, types = model.shape, model.types
+        self.model, self.position = model, 0
+        self.caches = [poisoned([bodies.cache_spec(shape, positions, types)])["cache"] for _ in range(shape.layers)]
+        self.specs = bodies.decode_scratch(shape, most, positions, types)
+
+    def feed(self, ids: Tensor) -> Tensor:
+        """Logits after the last of these tokens."""
+        model, scratch = self.model, poisoned(self.specs)
+        x = model.inputs(len(ids))
+        model.decoder.kernels.embedding(model.weights(0)["weight"], ids, x)
+        for i, cache in enumerate(self.caches):
+            decode.layer_decode(model.decoder, model.weights(i + 1), x, cache, self.position, scratch, x)
+        self.position += len(ids)
+        return decode.head_logits(model.decoder, model.weights(model.shape.layers + 1), x, scratch)
+
+
+@pytest.mark.parametrize(("precision", "limit"), (("fp32", 1e-5), ("fp64", 1e-6), ("bf16-mixed", 4e-2)))
+def test_cached_decoding_equals_the_whole_forward(kernels: Kernels, rng: random.Random, precision: str, limit: float) -> None:
+    shape = random_shape(rng, tied=rng.random() < 0.5, grouped=True)
+    model = PlainModel(shape, precision, rng.randrange(2**31), kernels)
+    (document,) = random_documents(rng, shape, (170,))
+    expected = plain_logits(model, pack([document]))
+    generator = Generator(model, 171, 140)
+    # A prefill over two tiles, single tokens, then several tokens in the middle of a cache.
+    for start, stop in ((0, 140), (140, 141), (141, 142), (142, 165), (165, 170)):
+        logits = generator.feed(document[start:stop])
+        assert logits.dtype == torch.float32
+        assert relative(logits, expected[stop - 1]) < limit
+    with pytest.raises(ValueError, match="past a cache of 171"):
+        generator.feed(document[:2])
+
+
+def test_greedy_generation_equals_transformers(kernels: Kernels, rng: random.Random) -> None:
+    shape = random_shape(rng, tied=False, grouped=True)
+    model = PlainModel(shape, "fp32", rng.randrange(2**31), kernels)
+    (prompt,) = random_documents(rng, shape, (9,))
+    generator, ours = Generator(model, 40, 9), []
+    logits = generator.feed(prompt)
+    for _ in range(20):
+        ours.append(decode.sample(logits, 0.0, 1.0, None))
+        logits = generator.feed(torch.tensor(ours[-1:]))
+    twin, ids = oracle(model), prompt[None]
+    for token in ours:
+        # Teacher-forced, so one near-tie cannot derail the rest.
+        best = twin(input_ids=ids).logits[0, -1]
+        assert float(best.max() - best[token]) < 1e-4
+        ids = torch.cat((ids, torch.tensor([[token]])), 1)
+
+
+def test_a_rerun_gives_the_same_bits(kernels: Kernels, rng: random.Random) -> None:
+    shape = random_shape(rng, tied=False, grouped=False)
+    model = PlainModel(shape, "bf16-mixed", rng.randrange(2**31), kernels)
+    (prompt,) = random_documents(rng, shape, (30,))
+    first, second = (Generator(model, 30, 30).feed(prompt) for _ in range(2))
+    assert torch.equal(first, second)

@@ -1,0 +1,147 @@
+"""The bodies against transformers' autograd, and against themselves arranged differently."""
+
+from __future__ import annotations
+
+import random
+from itertools import product
+
+import pytest
+import torch
+from packmule.kernels.contract import Kernels
+from packmule.models import llama
+from packmule.shapes import bodies
+from tests.parity.oracle import oracle_step
+from tests.parity.plain import PlainModel, forward, plain_logits, plain_step, poisoned
+from tests.parity.samples import pack, random_documents, random_shape, relative
+
+TOLERANCE = {"fp32": 1e-5, "fp64": 1e-10}
+LENGTHS = (7, 150, 150, 40, 1, 129, 40)
+"""A one-token document, equal neighbors, and tiles that end in the middle and just after."""
+
+
+def same_bits(ours: list[dict[str, torch.Tensor]], theirs: list[dict[str, torch.Tensor]]) -> bool:
+    return all(torch.equal(a[name], b[name]) for a, b in zip(ours, theirs, strict=True) for name in a)
+
+
+@pytest.mark.parametrize(("precision", "tied", "grouped"), list(product(TOLERANCE, (False, True), (False, True))))
+def test_logits_loss_and_every_gradient_equal_transformers(
+    kernels: Kernels, rng: random.Random, precision: str, tied: bool, grouped: bool
+) -> None:
+    shape, limit = random_shape(rng, tied, grouped), TOLERANCE[precision]
+    model = PlainModel(shape, precision, rng.randrange(2**31), kernels)
+    documents = random_documents(rng, shape, LENGTHS)
+    batch = pack(documents)
+    loss, grads = plain_step(model, [batch], chunk=rng.randint(5, 600))
+    expected_loss, expected, logits = oracle_step(model, documents)
+    assert loss == pytest.approx(expected_loss, rel=limit)
+    ours = plain_logits(model, batch).split(batch.lengths)
+    for mine, theirs in zip(ours, logits, strict=True):
+        assert relative(mine, theirs) < limit
+        assert float((mine - theirs).abs().max()) < limit * max(1.0, float(theirs.abs().max()))
+    for block, named in zip(model.blocks, expected, strict=True):
+        for name, grad in named.items():
+            mine = grads[block.index][name]
+            assert relative(mine, grad) < limit, (block.name, name)
+            assert float((mine - grad).abs().max()) < limit, (block.name, name)
+
+
+@pytest.mark.parametrize("tied", (False, True))
+def test_token_weighted_accumulation_does_not_depend_on_the_split(kernels: Kernels, rng: random.Random, tied: bool) -> None:
+    shape = random_shape(rng, tied, grouped=True)
+    model = PlainModel(shape, "fp64", rng.randrange(2**31), kernels)
+    documents = random_documents(rng, shape, [rng.randint(3, 200) for _ in range(8)])
+    loss, grads = plain_step(model, [pack(documents)])
+    for split in ([1] * 8, [3, 5]):
+        at, batches = 0, []
+        for count in split:
+            batches.append(pack(documents[at : at + count]))
+            at += count
+        other_loss, other = plain_step(model, batches, chunk=32)
+        assert other_loss == pytest.approx(loss, rel=1e-12)
+        for named, theirs in zip(grads, other, strict=True):
+            for name in named:
+                assert relative(theirs[name], named[name]) < 1e-10
+
+
+@pytest.mark.parametrize("precision", ("fp32", "bf16-mixed", "fp64"))
+def test_recompute_capacity_and_rerun_give_the_same_bits(kernels: Kernels, rng: random.Random, precision: str) -> None:
+    shape = random_shape(rng, tied=False, grouped=True)
+    model = PlainModel(shape, precision, rng.randrange(2**31), kernels)
+    batches = [pack(random_documents(rng, shape, lengths)) for lengths in ((60, 60, 9), (140, 33))]
+    loss, grads = plain_step(model, batches)
+    layers = shape.layers
+    mixed = [i % 2 == 0 for i in range(layers)]
+    for recompute, capacity in (([False] * layers, None), ([True] * layers, None), (mixed, 400)):
+        again_loss, again = plain_step(model, batches, recompute=recompute, capacity=capacity)
+        assert again_loss == loss
+        assert same_bits(again, grads)
+
+
+def test_loss_chunks_agree_in_float64(kernels: Kernels, rng: random.Random) -> None:
+    shape = random_shape(rng, tied=True, grouped=False)
+    model = PlainModel(shape, "fp64", rng.randrange(2**31), kernels)
+    batch = pack(random_documents(rng, shape, (50, 31)))
+    loss, grads = plain_step(model, [batch], chunk=batch.tokens)
+    for chunk in (1, 7, 80):
+        other_loss, other = plain_step(model, [batch], chunk=chunk)
+        assert other_loss == pytest.approx(loss, rel=1e-12)
+        for named, theirs in zip(grads, other, strict=True):
+            for name in named:
+                assert relative(theirs[name], named[name]) < 1e-11
+
+
+@pytest.mark.parametrize("tied", (False, True))
+def test_bf16_gradients_stay_within_six_percent_of_fp32(kernels: Kernels, rng: random.Random, tied: bool) -> None:
+    """bf16 keeps 8 bits: every rounding is up to 0.4 %, and a few dozen add up, norm-wise."""
+    shape, seed = random_shape(rng, tied, grouped=True), rng.randrange(2**31)
+    low, high = (PlainModel(shape, p, seed, kernels) for p in ("bf16-mixed", "fp32"))
+    batches = [pack(random_documents(rng, shape, lengths)) for lengths in ((140, 20), (77,))]
+    low_loss, low_grads = plain_step(low, batches)
+    loss, grads = plain_step(high, batches)
+    assert low_loss == pytest.approx(loss, rel=1e-2)
+    for named, theirs in zip(low_grads, grads, strict=True):
+        for name in named:
+            assert named[name].dtype == torch.float32
+            assert 1e-4 < relative(named[name], theirs[name]) < 6e-2, name
+
+
+@pytest.mark.parametrize("precision", ("fp32", "bf16-mixed"))
+def test_a_document_never_sees_another(kernels: Kernels, rng: random.Random, precision: str) -> None:
+    shape = random_shape(rng, tied=False, grouped=True)
+    model = PlainModel(shape, precision, rng.randrange(2**31), kernels)
+    one, other, two = random_documents(rng, shape, (130, 130, 55))
+    for first in (one, other):
+        assert len(first) == 130
+    before, after = (plain_logits(model, pack([first, two, two])) for first in (one, other))
+    assert not torch.equal(before[:130], after[:130])
+    assert torch.equal(before[130:], after[130:])
+    # Equal neighbors share products: their own bits do not move either.
+    before, after = (plain_logits(model, pack([first, one, two])) for first in (one, other))
+    assert torch.equal(before[130:], after[130:])
+
+
+@pytest.mark.parametrize("precision", ("fp32", "bf16-mixed", "fp64"))
+def test_evaluation_is_the_training_loss_to_the_last_bit(kernels: Kernels, rng: random.Random, precision: str) -> None:
+    shape = random_shape(rng, tied=True, grouped=True)
+    model = PlainModel(shape, precision, rng.randrange(2**31), kernels)
+    batch = pack(random_documents(rng, shape, (90, 12)))
+    inputs, _ = forward(model, batch, batch.tokens)
+    weights = model.weights(shape.layers + 1)
+    results = []
+    for train in (True, False):
+        scratch = poisoned(bodies.head_scratch(shape, 25, model.types, train))
+        if train:
+            grads = {
+                **poisoned(model.blocks[-1].specs(model.types.gradient)),
+                **poisoned(model.blocks[0].specs(model.types.gradient)),
+            }
+            dx = model.inputs(batch.tokens)
+            results.append(
+                llama.head_loss(
+                    model.decoder, weights, batch, inputs[-1], 0.5, 25, dx, grads, scratch, True
+                )
+            )
+        else:
+            results.append(llama.head_evaluate(model.decoder, weights, batch, inputs[-1], 25, scratch))
+    assert results[0] == results[1]
+    assert results[0][1] == 89 + 11
