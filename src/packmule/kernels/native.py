@@ -1,0 +1,259 @@
+"""The native family: csrc through ctypes, which releases the GIL. Imports no torch.
+
+The library is one file beside this module. It holds the same kernels once per instruction
+set, and picks none: the symbols' names end in the build's.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+import weakref
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from packmule.kernels import checks
+from packmule.kernels.contract import Family
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from typing_extensions import Buffer
+
+ISAS = ("avx512", "avx2", "scalar")
+"""Widest first."""
+
+ABI = 1
+CODES = {"float32": 0, "bfloat16": 1, "float64": 2}
+
+_P, _I, _L, _D = ctypes.c_void_p, ctypes.c_int, ctypes.c_int64, ctypes.c_double
+# Arguments after the pool, as csrc/kernels.cpp declares them.
+SIGNATURES: dict[str, tuple[Any, ...]] = {
+    "rmsnorm": (_I, _L, _L, _P, _P, _D, _P, _P),
+    "rmsnorm_backward": (_I, _L, _L, _P, _P, _P, _P, _P, _P, _P, _I),
+    "rope": (_I, _L, _L, _L, _L, _P, _P, _P, _P, _I),
+    "swiglu": (_I, _L, _P, _P, _P),
+    "swiglu_backward": (_I, _L, _P, _P, _P, _P, _P),
+    "cross_entropy": (_I, _L, _L, _P, _P, _D, _P, _I),
+    "embedding": (_I, _L, _L, _L, _P, _P, _P),
+    "embedding_backward": (_I, _L, _L, _L, _P, _P, _P, _I),
+    "accumulate": (_I, _L, _P, _P, _I),
+    "cast": (_I, _I, _L, _P, _P),
+    "sum_squares": (_I, _L, _P, _P),
+    "adamw": (_I, _I, _L, _P, _P, _P, _P, _P, _P),
+    "causal_softmax": (_I, _L, _L, _L, _P, _L, _D, _P),
+    "causal_softmax_backward": (_I, _L, _L, _P, _P, _P, _D),
+}
+
+
+def library_path() -> Path | None:
+    """Where the built library is, or None. An editable install may keep it in a second folder."""
+    import packmule.kernels
+
+    paths = (Path(folder) / "_packmule_kernels.so" for folder in packmule.kernels.__path__)
+    return next((path for path in paths if path.is_file()), None)
+
+
+def _open() -> ctypes.CDLL:
+    path = library_path()
+    if path is None:
+        raise ValueError("the native kernels are not built; see CMakeLists.txt, or ask for isa='torch'")
+    library = ctypes.CDLL(str(path))
+    if library.pm_abi() != ABI:
+        raise ValueError(f"{path} was built from other sources; build it again")
+    library.pm_create.argtypes, library.pm_create.restype = [_I], _P
+    library.pm_destroy.argtypes, library.pm_destroy.restype = [_P], None
+    library.pm_runs.argtypes = [ctypes.c_char_p]
+    library.pm_crc32c.argtypes = [_P, ctypes.c_size_t, ctypes.c_uint32, _I]
+    library.pm_crc32c.restype = ctypes.c_uint32
+    return library
+
+
+def available() -> tuple[str, ...]:
+    """The builds this CPU runs, widest first; empty where the library is not built."""
+    if library_path() is None:
+        return ()
+    library = _open()
+    return tuple(isa for isa in ISAS if library.pm_runs(isa.encode()))
+
+
+class NativeKernels:
+    """`packmule.kernels.contract.Kernels` in csrc.
+
+    Calls from several threads at once are safe; one of them gets the workers.
+
+    Args:
+        threads: of the pool, the calling thread included.
+        isa: one of ISAS, or None for the widest this CPU runs.
+
+    Raises:
+        ValueError: the library is not built, or lacks the isa, or the CPU does.
+    """
+
+    family: Family = "native"
+
+    def __init__(self, threads: int, isa: str | None = None) -> None:
+        library = _open()
+        runs = [name for name in ISAS if library.pm_runs(name.encode())]
+        if isa is not None and isa not in runs:
+            raise ValueError(f"isa is {isa!r}; this machine runs {', '.join((*runs, 'torch'))}")
+        self.threads = threads
+        self.isa = isa or runs[0]
+        self._functions = {}
+        for name, arguments in SIGNATURES.items():
+            function = getattr(library, f"pm_{name}_{self.isa}")
+            function.argtypes = [_P, *arguments]
+            self._functions[name] = function
+        self._crc = library.pm_crc32c
+        self._pool = library.pm_create(threads)
+        if not self._pool:
+            raise ValueError(f"cannot start {threads} threads")
+        self._finalizer = weakref.finalize(self, library.pm_destroy, self._pool)
+
+    def close(self) -> None:
+        """End the worker threads."""
+        self._pool = None
+        self._finalizer()
+
+    def _call(self, name: str, *arguments: Any, index: str = "") -> None:
+        if self._pool is None:
+            raise ValueError("these kernels are closed")
+        code = self._functions[name](self._pool, *arguments)
+        if code == 1:
+            raise ValueError(checks.OUT_OF_RANGE[index])
+        if code == 2:
+            raise MemoryError(f"no memory for the partial sums of {name}")
+        if code:
+            raise ValueError(f"{name} does not offer these dtypes")
+
+    def rmsnorm(self, x: Tensor, weight: Tensor, eps: float, out: Tensor, rstd: Tensor) -> None:
+        n, h = checks.rmsnorm(x, weight, out, rstd)
+        self._call(
+            "rmsnorm", _code(x), n, h, x.data_ptr(), weight.data_ptr(), eps, out.data_ptr(), rstd.data_ptr()
+        )
+
+    def rmsnorm_backward(
+        self,
+        dy: Tensor,
+        x: Tensor,
+        weight: Tensor,
+        rstd: Tensor,
+        dx: Tensor,
+        dweight: Tensor,
+        residual: Tensor | None,
+        first: bool,
+    ) -> None:
+        n, h = checks.rmsnorm_backward(dy, x, weight, rstd, dx, dweight, residual)
+        inputs = (dy.data_ptr(), x.data_ptr(), weight.data_ptr(), rstd.data_ptr())
+        extra = None if residual is None else residual.data_ptr()
+        self._call(
+            "rmsnorm_backward", _code(x), n, h, *inputs, dx.data_ptr(), dweight.data_ptr(), extra, first
+        )
+
+    def rope(
+        self, x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, head_dim: int, inverse: bool
+    ) -> None:
+        n, heads, rows = checks.rope(x, cos, sin, positions, head_dim)
+        inputs = (x.data_ptr(), cos.data_ptr(), sin.data_ptr(), positions.data_ptr())
+        self._call("rope", _code(x), n, heads, head_dim, rows, *inputs, inverse, index="positions")
+
+    def swiglu(self, gate: Tensor, up: Tensor, out: Tensor) -> None:
+        count = checks.same(gate=gate, up=up, out=out)
+        self._call("swiglu", _code(gate), count, gate.data_ptr(), up.data_ptr(), out.data_ptr())
+
+    def swiglu_backward(
+        self, da: Tensor, gate: Tensor, up: Tensor, dgate: Tensor, dup: Tensor
+    ) -> None:
+        count = checks.same(da=da, gate=gate, up=up, dgate=dgate, dup=dup)
+        inputs = (da.data_ptr(), gate.data_ptr(), up.data_ptr())
+        self._call("swiglu_backward", _code(gate), count, *inputs, dgate.data_ptr(), dup.data_ptr())
+
+    def cross_entropy(
+        self, logits: Tensor, targets: Tensor, scale: float, loss: Tensor, gradient: bool
+    ) -> None:
+        chunk, vocab = checks.cross_entropy(logits, targets, loss)
+        inputs = (logits.data_ptr(), targets.data_ptr(), scale, loss.data_ptr())
+        self._call("cross_entropy", _code(logits), chunk, vocab, *inputs, gradient, index="targets")
+
+    def embedding(self, table: Tensor, ids: Tensor, out: Tensor) -> None:
+        sizes = checks.embedding(table, ids, out)
+        self._call(
+            "embedding", _code(table), *sizes, table.data_ptr(), ids.data_ptr(), out.data_ptr(), index="ids"
+        )
+
+    def embedding_backward(self, dy: Tensor, ids: Tensor, grad: Tensor, first: bool) -> None:
+        sizes = checks.embedding_backward(dy, ids, grad)
+        pointers = (dy.data_ptr(), ids.data_ptr(), grad.data_ptr())
+        self._call("embedding_backward", _code(dy), *sizes, *pointers, first, index="ids")
+
+    def accumulate(self, dst: Tensor, src: Tensor, first: bool) -> None:
+        count = checks.accumulate(dst, src)
+        self._call("accumulate", _code(src), count, dst.data_ptr(), src.data_ptr(), first)
+
+    def cast(self, dst: Tensor, src: Tensor) -> None:
+        count = checks.cast(dst, src)
+        self._call("cast", _code(dst), _code(src), count, dst.data_ptr(), src.data_ptr())
+
+    def sum_squares(self, x: Tensor) -> float:
+        count = checks.same(x=x)
+        total = ctypes.c_double()
+        self._call("sum_squares", _code(x), count, x.data_ptr(), ctypes.addressof(total))
+        return total.value
+
+    def adamw(
+        self,
+        master: Tensor,
+        m: Tensor,
+        v: Tensor,
+        grad: Tensor,
+        weight: Tensor | None,
+        lr: float,
+        beta1: float,
+        beta2: float,
+        eps: float,
+        weight_decay: float,
+        step: int,
+        grad_scale: float,
+    ) -> None:
+        count = checks.adamw(master, m, v, grad, weight, step)
+        scalars = (_D * 9)(
+            1 - lr * weight_decay,
+            beta1,
+            1 - beta1,
+            beta2,
+            1 - beta2,
+            lr / (1 - beta1**step),
+            1 / math.sqrt(1 - beta2**step),
+            eps,
+            grad_scale,
+        )
+        state = (master.data_ptr(), m.data_ptr(), v.data_ptr(), grad.data_ptr())
+        target = None if weight is None else weight.data_ptr()
+        types = (_code(grad), _code(grad if weight is None else weight))
+        self._call("adamw", *types, count, *state, target, ctypes.addressof(scalars))
+
+    def crc32c(self, buffer: Buffer, value: int = 0) -> int:
+        data = np.frombuffer(memoryview(buffer).cast("B"), dtype=np.uint8)
+        return self.crc32c_address(data.ctypes.data, data.size, value)
+
+    def crc32c_address(self, address: int, nbytes: int, value: int = 0) -> int:
+        return int(self._crc(address, nbytes, value, self.isa == "scalar"))
+
+    def fill(self, address: int, nbytes: int, byte: int) -> None:
+        ctypes.memset(address, checks.byte(byte), nbytes)
+
+    def causal_softmax(self, scores: Tensor, offset: int, scale: float, lse: Tensor) -> None:
+        sizes = checks.causal_softmax(scores, offset, lse)
+        self._call(
+            "causal_softmax", _code(scores), *sizes, scores.data_ptr(), offset, scale, lse.data_ptr()
+        )
+
+    def causal_softmax_backward(self, p: Tensor, dp: Tensor, delta: Tensor, scale: float) -> None:
+        batch, n, m = checks.causal_softmax_backward(p, dp, delta)
+        pointers = (p.data_ptr(), dp.data_ptr(), delta.data_ptr())
+        self._call("causal_softmax_backward", _code(p), batch * n, m, *pointers, scale)
+
+
+def _code(tensor: Tensor) -> int:
+    return CODES[checks.dtype_name(tensor)]
