@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import sys
-import traceback
 from collections.abc import Sequence
+from typing import Any
 
 from packmule.errors import PackmuleError
 from packmule.spec.environment import Environment, read_environment
@@ -29,13 +29,13 @@ def main(argv: Sequence[str] | None = None, environment: Environment | None = No
         return _run(words, environment)
     except PackmuleError as error:
         if debug:
-            traceback.print_exc()
+            _print_traceback()
         return _report(error.cause, error.hint, error.exit_code)
     except KeyboardInterrupt:
         return _report("interrupted.", "", 130)
     except Exception as error:
         if debug:
-            traceback.print_exc()
+            _print_traceback()
         what = str(error).strip() or "no message"
         return _report(
             f"this is a bug in packmule: {type(error).__name__}: {what}",
@@ -50,8 +50,12 @@ def _run(words: list[str], environment: Environment) -> int:
 
     from packmule.cli.app import app
 
+    command = get_command(app)
+    if "--help" in words and words[0] in ("--help", *command.commands):  # type: ignore[attr-defined]
+        # Asked of the command itself: parsing would load pydantic, half the time help may take.
+        print(_help(command, words))
+        return 0
     try:
-        command = get_command(app)
         code = command.main(args=words, prog_name="packmule", standalone_mode=False, obj=environment)
     except Abort:
         raise KeyboardInterrupt from None
@@ -64,6 +68,23 @@ def _run(words: list[str], environment: Environment) -> int:
         path = context.command_path if context is not None else "packmule"
         return _report(message(), f"see `{path} --help`", 2)
     return code if isinstance(code, int) else 0
+
+
+def _help(group: Any, words: list[str]) -> str:
+    from typer import Context
+
+    context = Context(group, info_name="packmule")
+    command = group.commands.get(words[0])
+    if command is not None:
+        context = Context(command, info_name=words[0], parent=context)
+    text: str = context.command.get_help(context)
+    return text
+
+
+def _print_traceback() -> None:
+    import traceback
+
+    traceback.print_exc()
 
 
 def _report(cause: str, hint: str, code: int) -> int:

@@ -21,7 +21,8 @@ def export(
 ) -> int:
     """Write a run's weights for other tools.
 
-    They are copied block by block; checksums are verified on the way; the output appears only when it is complete.
+    They are copied block by block and checksums are verified on the way; the output appears
+    only when it is complete.
 
     \b
     packmule export out model

@@ -10,7 +10,8 @@ from packmule.cli.common import JsonFlag, RunArgument, environment_of, print_jso
 def verify(context: typer.Context, run: RunArgument, json: JsonFlag = False) -> int:
     """Check a run's files against their checksums.
 
-    Every chunk of state and checkpoints is read. Exit code 4 names block, plane and chunk of the first damage.
+    Every chunk of state and checkpoints is read. Exit code 4 names block, plane and chunk of
+    the first damage.
 
     \b
     packmule verify out
