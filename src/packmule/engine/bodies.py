@@ -1,0 +1,370 @@
+"""Task bodies: what each kind of task does to the buffers it declared. One function per kind.
+
+Bodies of `cores` tasks run on one thread and may call torch; bodies of `disk` tasks run on the
+I/O thread and must not.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Hashable, Iterator
+from dataclasses import replace
+
+from torch import Tensor
+
+from packmule.engine.program import Range, Task
+from packmule.engine.runtime import Runtime, Specs
+from packmule.errors import RunFailed
+from packmule.graph.kinds import BufferKind, TaskKind, Tier
+from packmule.models import decode, llama
+from packmule.models.views import TORCH_DTYPES
+from packmule.shapes import bodies as shapes
+from packmule.shapes.layout import ITEMSIZE, Entry
+
+Body = Callable[[Runtime, Task], None]
+
+CLIP_EPS = 1e-6
+"""Added to the norm before dividing, as torch.nn.utils.clip_grad_norm_ does."""
+
+
+# Tensors of a task
+
+
+def _tensor(runtime: Runtime, offset: int, count: int, dtype: str) -> Tensor:
+    size = count * ITEMSIZE[dtype]
+    return runtime.bytes[offset : offset + size].view(TORCH_DTYPES[dtype])
+
+
+def _weights(runtime: Runtime, task: Task, block: int) -> dict[str, Tensor]:
+    found = task.find(BufferKind.WEIGHTS, block)
+    if found is not None:
+        return runtime.views(found.offset, runtime.weight_layouts[block])
+    # The master plane comes first in a resident state.
+    return runtime.views(task.get(BufferKind.STATE, block).offset, runtime.plane_layouts[block])
+
+
+def _head_weights(runtime: Runtime, task: Task) -> dict[str, Tensor]:
+    shared = runtime.model.blocks[task.block].shared
+    own = _weights(runtime, task, task.block)
+    return own if shared is None else {**own, "weight": _weights(runtime, task, shared)["weight"]}
+
+
+def _gradients(runtime: Runtime, task: Task, block: int) -> dict[str, Tensor]:
+    return runtime.views(task.get(BufferKind.GRADIENT, block).offset, runtime.plane_layouts[block])
+
+
+def _scratch(runtime: Runtime, task: Task, kind: BufferKind, make: Specs, *rest: Hashable) -> dict[str, Tensor]:
+    return runtime.views(task.get(kind).offset, runtime.layout(make, *rest))
+
+
+def _stream(runtime: Runtime, place: Range) -> Tensor:
+    """The residual stream in a buffer: c [tokens, H]."""
+    hidden, dtype = runtime.model.shape.hidden, runtime.model.types.compute
+    rows = place.bytes // (hidden * ITEMSIZE[dtype])
+    return _tensor(runtime, place.offset, rows * hidden, dtype).view(rows, hidden)
+
+
+def _input(runtime: Runtime, task: Task, block: int) -> Tensor:
+    return _stream(runtime, task.get(BufferKind.INPUT, block))
+
+
+def _tokens(runtime: Runtime, task: Task) -> int:
+    """Most tokens of the task's micro-batch."""
+    return runtime.state.capacities[task.micro]
+
+
+# Compute
+
+
+def embed_forward(runtime: Runtime, task: Task) -> None:
+    batch = runtime.state.batches[task.micro]
+    llama.embed_forward(runtime.decoder, _weights(runtime, task, 0), batch, _input(runtime, task, 1))
+
+
+def layer_forward(runtime: Runtime, task: Task) -> None:
+    types, tokens = runtime.model.types, _tokens(runtime, task)
+    llama.layer_forward(
+        runtime.decoder,
+        _weights(runtime, task, task.block),
+        runtime.state.batches[task.micro],
+        _input(runtime, task, task.block),
+        _scratch(runtime, task, BufferKind.SAVED, shapes.layer_saved, tokens, types),
+        _scratch(runtime, task, BufferKind.SCRATCH, shapes.layer_forward_scratch, tokens, types),
+        _input(runtime, task, task.block + 1),
+    )
+
+
+def layer_backward(runtime: Runtime, task: Task) -> None:
+    types, tokens = runtime.model.types, _tokens(runtime, task)
+    dy = _stream(runtime, task.get(BufferKind.DY, -1))
+    llama.layer_backward(
+        runtime.decoder,
+        _weights(runtime, task, task.block),
+        runtime.state.batches[task.micro],
+        _input(runtime, task, task.block),
+        _scratch(runtime, task, BufferKind.SAVED, shapes.layer_saved, tokens, types),
+        _scratch(runtime, task, BufferKind.SCRATCH, shapes.layer_backward_scratch, tokens, types),
+        dy,
+        dy,
+        _gradients(runtime, task, task.block),
+        first=task.micro == 0,
+        recompute=runtime.model.plan.recompute[task.block - 1],
+    )
+
+
+def head_loss(runtime: Runtime, task: Task) -> None:
+    types, tokens, shared = runtime.model.types, _tokens(runtime, task), runtime.model.blocks[task.block].shared
+    chunk = min(runtime.model.plan.numerics.loss_chunk, tokens)
+    grads = _gradients(runtime, task, task.block)
+    if shared is not None:
+        grads = {**grads, "weight": _gradients(runtime, task, shared)["weight"]}
+    runtime.state.losses[task.micro] = llama.head_loss(
+        runtime.decoder,
+        _head_weights(runtime, task),
+        runtime.state.batches[task.micro],
+        _input(runtime, task, task.block),
+        runtime.state.scale,
+        chunk,
+        _stream(runtime, task.get(BufferKind.DY, -1)),
+        grads,
+        _scratch(runtime, task, BufferKind.SCRATCH, shapes.head_scratch, chunk, types, True),
+        first=task.micro == 0,
+    )
+
+
+def head_evaluate(runtime: Runtime, task: Task) -> None:
+    types, tokens = runtime.model.types, _tokens(runtime, task)
+    chunk = min(runtime.model.plan.numerics.loss_chunk, tokens)
+    runtime.state.losses[task.micro] = llama.head_evaluate(
+        runtime.decoder,
+        _head_weights(runtime, task),
+        runtime.state.batches[task.micro],
+        _input(runtime, task, task.block),
+        chunk,
+        _scratch(runtime, task, BufferKind.SCRATCH, shapes.head_scratch, chunk, types, False),
+    )
+
+
+def embed_backward(runtime: Runtime, task: Task) -> None:
+    llama.embed_backward(
+        runtime.decoder,
+        _stream(runtime, task.get(BufferKind.DY, -1)),
+        runtime.state.batches[task.micro],
+        _gradients(runtime, task, 0)["weight"],
+        first=task.micro == 0 and not runtime.model.shape.tied,
+    )
+
+
+# Generation
+
+
+def embed_decode(runtime: Runtime, task: Task) -> None:
+    batch = runtime.state.batches[0]
+    llama.embed_forward(runtime.decoder, _weights(runtime, task, 0), batch, _input(runtime, task, 1))
+
+
+def layer_decode(runtime: Runtime, task: Task) -> None:
+    model = runtime.model
+    place = task.get(BufferKind.KV)
+    pair = 2 * model.shape.kv_heads * model.shape.head_dim
+    positions = place.bytes // (pair * ITEMSIZE[model.types.compute])
+    cache = _tensor(runtime, place.offset, pair * positions, model.types.compute)
+    tokens, count = runtime.state.batches[0].tokens, runtime.state.capacities[0]
+    decode.layer_decode(
+        runtime.decoder,
+        _weights(runtime, task, task.block),
+        _input(runtime, task, task.block)[:tokens],
+        cache.view(2, model.shape.kv_heads, positions, model.shape.head_dim),
+        runtime.state.position,
+        _scratch(runtime, task, BufferKind.SCRATCH, shapes.decode_scratch, count, positions, model.types),
+        _input(runtime, task, task.block + 1)[:tokens],
+    )
+
+
+def head_decode(runtime: Runtime, task: Task) -> None:
+    model, tokens = runtime.model, runtime.state.batches[0].tokens
+    positions = runtime.state.positions
+    logits = decode.head_logits(
+        runtime.decoder,
+        _head_weights(runtime, task),
+        _input(runtime, task, task.block)[:tokens],
+        _scratch(runtime, task, BufferKind.SCRATCH, shapes.decode_scratch, 1, positions, model.types),
+    )
+    place = task.get(BufferKind.LOGITS)
+    _tensor(runtime, place.offset, model.shape.vocab, "float32").copy_(logits)
+
+
+# Gradients and updates
+
+
+def norm(runtime: Runtime, task: Task) -> None:
+    views = _gradients(runtime, task, task.block)
+    runtime.state.norms[task.block] = [runtime.kernels.sum_squares(views[e.name]) for e in runtime.plane_layouts[task.block].entries]
+
+
+def clip(runtime: Runtime, task: Task) -> None:
+    """The factor goes to its buffer: float64, first 8 bytes."""
+    limit = runtime.model.plan.numerics.clip
+    total = math.sqrt(runtime.state.square)
+    factor = 1.0 if limit is None else min(1.0, limit / (total + CLIP_EPS))
+    _tensor(runtime, task.get(BufferKind.SCALE, -1).offset, 1, "float64").fill_(factor)
+
+
+def _segments(entries: tuple[Entry, ...], start: int, size: int) -> Iterator[tuple[Entry, int, int]]:
+    """(entry, first byte within it, bytes) of the tensors that a byte range of a plane meets."""
+    for entry in entries:
+        low, high = max(entry.offset, start), min(entry.offset + entry.bytes, start + size)
+        if low < high:
+            yield entry, low - entry.offset, high - low
+
+
+def update(runtime: Runtime, task: Task) -> None:
+    """The rule on a whole block (part -1) or on one chunk of each plane."""
+    model, block = runtime.model, runtime.model.blocks[task.block]
+    plane_bytes = model.plane_bytes[task.block]
+    start, size = (0, plane_bytes) if task.part < 0 else model.chunks(task.block)[task.part]
+    resident = task.find(BufferKind.STATE)
+    state = resident or task.get(BufferKind.STATE_CHUNK)
+    stride, base = (plane_bytes, start) if resident else (size, 0)
+    whole = task.find(BufferKind.GRADIENT)
+    gradient = whole or task.get(BufferKind.GRADIENT_CHUNK)
+    gradient_base = start if whole else 0
+    target = task.find(BufferKind.WEIGHTS)
+    types, shared = model.types, runtime.state.update
+    if shared is None:
+        raise RuntimeError("an update without a step")
+    scale = task.find(BufferKind.SCALE, -1)
+    if scale is not None:
+        shared = replace(shared, factor=float(_tensor(runtime, scale.offset, 1, "float64")))
+    item = ITEMSIZE[types.master]
+    for entry, skip, length in _segments(runtime.plane_layouts[task.block].entries, start, size):
+        inside = entry.offset + skip - start
+        count = length // item
+        planes = [
+            _tensor(runtime, state.offset + plane * stride + base + inside, count, types.master)
+            for plane in range(len(model.planes))
+        ]
+        role = next(p.role for p in block.parameters if p.name == entry.name)
+        weight = None
+        if target is not None:
+            at = runtime.weight_layouts[task.block][entry.name].offset + skip // item * ITEMSIZE[types.compute]
+            weight = _tensor(runtime, target.offset + at, count, types.compute)
+        values = _tensor(runtime, gradient.offset + gradient_base + inside, count, types.gradient)
+        runtime.rule.apply(runtime.kernels, shared, role, planes, values, weight)
+
+
+def cast(runtime: Runtime, task: Task) -> None:
+    """Masters to compute weights: a whole resident block, or one chunk."""
+    model = runtime.model
+    start, size = (0, model.plane_bytes[task.block]) if task.part < 0 else model.chunks(task.block)[task.part]
+    resident = task.find(BufferKind.STATE)
+    source = resident or task.find(BufferKind.MASTER_CHUNK) or task.get(BufferKind.STATE_CHUNK)
+    base = start if resident else 0
+    target, types = task.get(BufferKind.WEIGHTS), model.types
+    item = ITEMSIZE[types.master]
+    for entry, skip, length in _segments(runtime.plane_layouts[task.block].entries, start, size):
+        count = length // item
+        at = runtime.weight_layouts[task.block][entry.name].offset + skip // item * ITEMSIZE[types.compute]
+        master = _tensor(runtime, source.offset + base + entry.offset + skip - start, count, types.master)
+        runtime.kernels.cast(_tensor(runtime, target.offset + at, count, types.compute), master)
+
+
+# Disk
+
+
+def read_state(runtime: Runtime, task: Task) -> None:
+    """One chunk of every plane, or of the master plane alone, from its slot; always verified."""
+    model, store = runtime.model, runtime.store
+    start, size = model.chunks(task.block)[task.part]
+    pieces = store.layout.pieces(task.block)
+    resident = task.find(BufferKind.STATE)
+    chunk = task.find(BufferKind.STATE_CHUNK)
+    if resident is not None or chunk is not None:
+        place = resident or task.get(BufferKind.STATE_CHUNK)
+        stride, base = (model.plane_bytes[task.block], start) if resident else (size, 0)
+        for plane in range(len(model.planes)):
+            view = runtime.arena.view(place.offset + plane * stride + base, size)
+            store.read(task.block, plane * pieces + task.part, view)
+        return
+    master = task.find(BufferKind.MASTER_CHUNK)
+    place, base = (master, 0) if master else (task.get(BufferKind.WEIGHTS), start)
+    store.read(task.block, task.part, runtime.arena.view(place.offset + base, size))
+
+
+def write_state(runtime: Runtime, task: Task) -> None:
+    """One chunk of every plane to the block's slot; the first begins the update, the last ends it."""
+    model, store = runtime.model, runtime.store
+    start, size = model.chunks(task.block)[task.part]
+    pieces = store.layout.pieces(task.block)
+    resident = task.find(BufferKind.STATE)
+    place = resident or task.get(BufferKind.STATE_CHUNK)
+    stride, base = (model.plane_bytes[task.block], start) if resident else (size, 0)
+    if task.part == 0:
+        store.begin(task.block)
+    for plane in range(len(model.planes)):
+        view = runtime.arena.view(place.offset + plane * stride + base, size)
+        store.write(task.block, plane * pieces + task.part, view)
+    if task.part == pieces - 1:
+        store.end(task.block)
+
+
+def commit(runtime: Runtime, task: Task) -> None:
+    """Replace HEAD; never with numbers that are not finite."""
+    state = runtime.state
+    if state.progress is None:
+        raise RuntimeError("a commit without progress")
+    if runtime.model.plan.update != "on-fetch":
+        check_finite(state.losses, state.square)  # on-fetch: checked when the step ended
+    runtime.store.commit(state.progress)
+
+
+def check_finite(losses: dict[int, tuple[float, int]], square: float) -> None:
+    """Raise RunFailed if a loss or the gradient norm is not finite."""
+    if all(math.isfinite(total) for total, _ in losses.values()) and math.isfinite(square):
+        return
+    raise RunFailed(
+        "The loss or its gradient is not finite (NaN or infinity); the last commit is from before.",
+        "lower the learning rate, clip with --max-grad-norm 1.0, or look at the data of this step",
+    )
+
+
+def _transfer(kind: BufferKind, write: bool) -> Body:
+    def body(runtime: Runtime, task: Task) -> None:
+        near, far = task.find(kind), task.get(kind, tier=Tier.DISK)
+        if near is None:
+            # A gradient kept whole in RAM, of which this is a chunk.
+            whole = task.get(BufferKind.GRADIENT)
+            near = Range(whole.offset + runtime.model.chunks(task.block)[task.part][0], far.bytes, -1)
+        view = runtime.arena.view(near.offset, far.bytes)
+        if write:
+            runtime.disk.write(runtime.work, view, far.offset)
+        else:
+            runtime.disk.read_into(runtime.work, view, far.offset)
+
+    return body
+
+
+BODIES: dict[TaskKind, Body] = {
+    TaskKind.READ_STATE: read_state,
+    TaskKind.READ_WEIGHTS: _transfer(BufferKind.WEIGHTS, write=False),
+    TaskKind.READ_GRADIENT: _transfer(BufferKind.GRADIENT_CHUNK, write=False),
+    TaskKind.READ_INPUT: _transfer(BufferKind.INPUT, write=False),
+    TaskKind.WRITE_STATE: write_state,
+    TaskKind.WRITE_WEIGHTS: _transfer(BufferKind.WEIGHTS, write=True),
+    TaskKind.WRITE_GRADIENT: _transfer(BufferKind.GRADIENT_CHUNK, write=True),
+    TaskKind.WRITE_INPUT: _transfer(BufferKind.INPUT, write=True),
+    TaskKind.CAST: cast,
+    TaskKind.EMBED_FORWARD: embed_forward,
+    TaskKind.LAYER_FORWARD: layer_forward,
+    TaskKind.HEAD_LOSS: head_loss,
+    TaskKind.HEAD_EVALUATE: head_evaluate,
+    TaskKind.LAYER_BACKWARD: layer_backward,
+    TaskKind.EMBED_BACKWARD: embed_backward,
+    TaskKind.NORM: norm,
+    TaskKind.CLIP: clip,
+    TaskKind.UPDATE: update,
+    TaskKind.COMMIT: commit,
+    TaskKind.EMBED_DECODE: embed_decode,
+    TaskKind.LAYER_DECODE: layer_decode,
+    TaskKind.HEAD_DECODE: head_decode,
+}

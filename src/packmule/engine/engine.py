@@ -1,0 +1,272 @@
+"""Engine: the graphs of one run, executed: load, step, drain, commit, evaluate, generate."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from packmule.checkpoint.head import Progress
+from packmule.checkpoint.store import StateStore
+from packmule.engine.bodies import BODIES, check_finite
+from packmule.engine.program import Program
+from packmule.engine.runtime import Runtime, StepState
+from packmule.graph.costs import Costs
+from packmule.graph.kinds import BufferKind, Tier
+from packmule.graph.model import PlannedModel
+from packmule.graph.run import evaluation_batches, run_graphs
+from packmule.graph.simulate import simulate
+from packmule.graph.step import StepGraph
+from packmule.kernels.contract import Kernels
+from packmule.models.decode import sample
+from packmule.models.llama import TokenBatch
+from packmule.optim.adamw import Update
+from packmule.spec.batch import Batch
+from packmule.spec.timeline import Timeline
+from packmule.tiers.arena import Arena
+from packmule.tiers.disk import Disk
+
+Stopping = Callable[[], bool]
+
+
+@dataclass(frozen=True)
+class Needs:
+    """What a run will ask of its engine besides steps.
+
+    Attributes:
+        mean_length: tokens per document, weighted by tokens; only predictions depend on it.
+        evaluation_rows: of one evaluation; 0: none.
+        sample_tokens: positions of a generated text; 0: none.
+    """
+
+    mean_length: float = 1.0
+    evaluation_rows: int = 0
+    sample_tokens: int = 0
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """One optimizer step.
+
+    Attributes:
+        loss: mean over the targets of the global batch.
+        targets: how many.
+        grad_norm: before clipping.
+        timeline: measured.
+        graph: what was executed.
+    """
+
+    loss: float
+    targets: int
+    grad_norm: float
+    timeline: Timeline
+    graph: StepGraph
+
+
+@dataclass(frozen=True)
+class _Pending:
+    """on-fetch: an update whose gradients wait for the next forward."""
+
+    update: Update
+    progress: Progress
+    commit: bool
+
+
+class Engine:
+    """One run's arena, programs and pending update.
+
+    Args:
+        model: shapes and plan.
+        kernels: compute kernels.
+        store: the run's state, with a commit loaded.
+        disk, folder: where work.bin lies.
+        costs: rates; only predictions depend on them.
+        needs: which graphs are wanted.
+        poison: test mode: released buffers are filled with NaN, addresses are checked.
+    """
+
+    def __init__(
+        self,
+        model: PlannedModel,
+        kernels: Kernels,
+        store: StateStore,
+        disk: Disk,
+        folder: Path,
+        costs: Costs,
+        needs: Needs = Needs(),
+        poison: bool = False,
+    ) -> None:
+        self.model = model
+        self.needs = needs
+        graphs = run_graphs(
+            model, costs, needs.mean_length, needs.evaluation_rows, needs.sample_tokens
+        )
+        self.arena = Arena(max(graph.extent(Tier.RAM) for graph in graphs.values()))
+        work = max(graph.extent(Tier.DISK) for graph in graphs.values())
+        self.runtime = Runtime(model, kernels, store, disk, folder, self.arena, work)
+        self.programs = {
+            name: Program(self.runtime, graph, BODIES, poison) for name, graph in graphs.items()
+        }
+        self._pending: _Pending | None = None
+        self._committed = True
+
+    def load(self, stopping: Stopping | None = None) -> Timeline:
+        """Read and verify the last commit; fill what the plan keeps elsewhere."""
+        buffer = self.arena.view(0, self.arena.bytes)
+        if self.runtime.store.layout.chunk_bytes != self.model.plan.io.chunk_bytes:
+            self.runtime.store.rechunk(self.model.plan.io.chunk_bytes, buffer)
+        self._pending = None
+        self._committed = True
+        return self.programs["load"].run(stopping=stopping)
+
+    def step(
+        self,
+        batches: Sequence[Batch],
+        targets: int,
+        update: Update,
+        progress: Progress,
+        commit: bool,
+        *,
+        stop_after: int | None = None,
+        stopping: Stopping | None = None,
+    ) -> StepResult:
+        """One optimizer step.
+
+        Args:
+            batches: one per micro-batch of the plan.
+            targets: targets of the global batch, counted beforehand.
+            update: this step's number and learning rate.
+            progress: what a commit after this step records.
+            commit: make this step durable (for on-fetch: in the next step's forward).
+            stop_after, stopping: as in `execute`.
+
+        Raises:
+            RunFailed: the loss is not finite.
+            Stopped: as in `execute`; the engine must `load` again before it goes on.
+        """
+        on_fetch = self.model.plan.update == "on-fetch"
+        pending = self._pending
+        state = self._state(batches, self.model.plan.numerics.micro_tokens)
+        state.scale = 1.0 / max(1, targets)
+        state.update, state.progress = update, progress
+        name = "step, commit" if commit else "step"
+        if on_fetch:
+            name = "first"
+            if pending is not None:
+                state.update, state.progress = pending.update, pending.progress
+                name = "step, commit" if pending.commit else "step"
+        program = self.programs[name]
+        timeline = program.run(stop_after=stop_after, stopping=stopping)
+        check_finite(state.losses, state.square)
+        if on_fetch:
+            self._pending = _Pending(update, progress, commit)
+        self._committed = commit and not on_fetch
+        loss, count = _total(state)
+        return StepResult(loss / max(1, count), count, math.sqrt(state.square), timeline, program.graph)
+
+    def settle(self, progress: Progress, stopping: Stopping | None = None) -> None:
+        """Apply what is pending and make the state durable, if it is not yet.
+
+        Args:
+            progress: of the last step; recorded by the commit.
+        """
+        if self._pending is not None:
+            state = self._state((), ())
+            state.update, state.progress = self._pending.update, self._pending.progress
+            self.programs["drain"].run(stopping=stopping)
+            self._pending = None
+        elif not self._committed:
+            self._state((), ()).progress = progress
+            self.programs["commit"].run(stopping=stopping)
+        self._committed = True
+
+    def evaluate(
+        self, batches: Iterator[list[Batch]], stopping: Stopping | None = None
+    ) -> tuple[float, int]:
+        """(sum of losses, targets) over groups of micro-batches as `evaluation_groups` cuts them.
+
+        Nothing may be pending: `settle` first.
+        """
+        total, count = 0.0, 0
+        tokens = max(self.model.plan.numerics.micro_tokens)
+        for group in batches:
+            state = self._state(group, (tokens,) * len(group))
+            self.programs[f"evaluate {len(group)}"].run(stopping=stopping)
+            loss, targets = _total(state)
+            total, count = total + loss, count + targets
+        return total, count
+
+    @property
+    def evaluation_groups(self) -> list[tuple[int, ...]]:
+        """Rows of each micro-batch of each group of one evaluation."""
+        return evaluation_batches(self.model.plan, self.needs.evaluation_rows)
+
+    def generate(
+        self,
+        prompt: Sequence[int],
+        stop: frozenset[int],
+        temperature: float = 0.0,
+        top_p: float = 1.0,
+        seed: int = 0,
+        stopping: Stopping | None = None,
+    ) -> Iterator[int]:
+        """Continue a prompt until a stop token or the end of the cache.
+
+        Args:
+            prompt: token ids; the newest are kept if they leave no room.
+            stop: ids after which nothing is generated; they are yielded too.
+            temperature, top_p, seed: as in models.decode.sample.
+        """
+        import torch
+
+        positions = self.needs.sample_tokens
+        ids = np.array(prompt[-(positions - 1) :], np.int64)
+        generator = torch.Generator().manual_seed(seed)
+        position, name, capacity = 0, "prompt", positions
+        while True:
+            empty = np.full(len(ids), -1, np.int64)
+            places = np.arange(position, position + len(ids), dtype=np.int32)
+            state = self._state([Batch(ids, empty, places, (len(ids),))], (capacity,))
+            state.position, state.positions = position, positions
+            program = self.programs[name]
+            program.run(stopping=stopping)
+            token = sample(self._logits(program.graph), temperature, top_p, generator)
+            yield token
+            position += len(ids)
+            if token in stop or position >= positions:
+                return
+            ids, name, capacity = np.array([token], np.int64), "token", 1
+
+    def _logits(self, graph: StepGraph):  # type: ignore[no-untyped-def]
+        import torch
+
+        buffer = int(np.flatnonzero(graph.buffer_kind == BufferKind.LOGITS)[0])
+        low = int(graph.buffer_offset[buffer])
+        return self.runtime.bytes[low : low + int(graph.buffer_bytes[buffer])].view(torch.float32)
+
+    def predicted(self, name: str) -> Timeline:
+        """The simulated timeline of one of the run's graphs."""
+        return simulate(self.programs[name].graph)
+
+    def close(self) -> None:
+        """Let go of files."""
+        self.runtime.close()
+
+    def _state(self, batches: Sequence[Batch], capacities: tuple[int, ...]) -> StepState:
+        state = StepState(
+            batches=[TokenBatch.from_batch(batch) for batch in batches], capacities=capacities
+        )
+        self.runtime.state = state
+        return state
+
+
+def _total(state: StepState) -> tuple[float, int]:
+    """(sum of losses, targets), micro-batches in order."""
+    total, count = 0.0, 0
+    for micro in sorted(state.losses):
+        loss, targets = state.losses[micro]
+        total, count = total + loss, count + targets
+    return total, count

@@ -1,0 +1,102 @@
+"""Program: a graph with the addresses its bodies need, ready to be executed again and again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from packmule.engine.executor import execute
+from packmule.engine.runtime import Runtime
+from packmule.graph.kinds import BufferKind, TaskKind, Tier
+from packmule.graph.step import StepGraph
+from packmule.spec.timeline import Timeline
+from packmule.tiers.ledger import Ledger
+
+DISK_DEADLINE_SECONDS = 120.0
+"""A transfer that takes longer is a hung disk."""
+
+
+@dataclass(frozen=True)
+class Range:
+    """Where a buffer lies in its tier."""
+
+    offset: int
+    bytes: int
+    micro: int
+
+
+class Task:
+    """One task with its buffers by (tier, kind, block)."""
+
+    def __init__(self, graph: StepGraph, index: int) -> None:
+        self.kind = TaskKind(int(graph.kind[index]))
+        self.block = int(graph.block[index])
+        self.micro = int(graph.micro[index])
+        self.part = int(graph.part[index])
+        self._buffers: dict[tuple[int, int, int], Range] = {}
+        if self.kind == TaskKind.COMMIT:
+            return
+        for buffer in graph.touched(index).tolist():
+            key = (int(graph.buffer_tier[buffer]), int(graph.buffer_kind[buffer]), int(graph.buffer_block[buffer]))
+            self._buffers[key] = Range(
+                int(graph.buffer_offset[buffer]), int(graph.buffer_bytes[buffer]), int(graph.buffer_micro[buffer])
+            )
+
+    def find(self, kind: BufferKind, block: int | None = None, tier: Tier = Tier.RAM) -> Range | None:
+        """The task's buffer of a kind; `block` is the task's own unless given."""
+        return self._buffers.get((tier, kind, self.block if block is None else block))
+
+    def get(self, kind: BufferKind, block: int | None = None, tier: Tier = Tier.RAM) -> Range:
+        """Like `find`; it must be there."""
+        found = self.find(kind, block, tier)
+        if found is None:
+            raise RuntimeError(f"{self.kind.name} of block {self.block} has no {kind.name}")
+        return found
+
+
+class Program:
+    """A graph bound to a runtime.
+
+    Args:
+        bodies: kind -> function of (runtime, task).
+        poison: fill released arena buffers with 0xFF (NaN), and check addresses; for tests.
+    """
+
+    def __init__(
+        self,
+        runtime: Runtime,
+        graph: StepGraph,
+        bodies: dict[TaskKind, Callable[[Runtime, Task], None]],
+        poison: bool = False,
+    ) -> None:
+        self.runtime = runtime
+        self.graph = graph
+        self._bodies = bodies
+        self._poison = poison
+        self._tasks: list[Task | None] = [None] * graph.tasks
+
+    def run(
+        self, *, stop_after: int | None = None, stopping: Callable[[], bool] | None = None
+    ) -> Timeline:
+        """Execute the graph once; arguments and errors as in `execute`."""
+        ledger = Ledger(self.graph, self._released if self._poison else None, check=self._poison)
+        return execute(
+            self.graph,
+            self._body,
+            ledger=ledger,
+            main="cores",
+            stop_after=stop_after,
+            stopping=stopping,
+            deadline_seconds=DISK_DEADLINE_SECONDS,
+        )
+
+    def _body(self, index: int) -> None:
+        task = self._tasks[index]
+        if task is None:
+            task = self._tasks[index] = Task(self.graph, index)
+        self._bodies[task.kind](self.runtime, task)
+
+    def _released(self, buffer: int) -> None:
+        if self.graph.buffer_tier[buffer] == Tier.RAM:
+            offset, size = int(self.graph.buffer_offset[buffer]), int(self.graph.buffer_bytes[buffer])
+            self.runtime.arena.view(offset, size)[:] = b"\xff" * size

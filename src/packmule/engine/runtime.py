@@ -1,0 +1,137 @@
+"""Runtime: what task bodies act on: arena, files, kernels, layouts, and the step under way."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from packmule.checkpoint.head import Progress
+from packmule.checkpoint.store import StateStore
+from packmule.graph.model import PlannedModel
+from packmule.kernels.contract import Kernels
+from packmule.models.llama import Decoder, TokenBatch
+from packmule.models.views import views
+from packmule.optim.adamw import AdamW, Update
+from packmule.shapes.layout import Layout, TensorSpec, layout
+from packmule.tiers.arena import Arena
+from packmule.tiers.disk import Disk, Handle
+
+WORK_NAME = "work.bin"
+
+Specs = Callable[..., tuple[TensorSpec, ...]]
+"""A function of packmule.shapes.bodies that lists saved or scratch tensors."""
+
+
+@dataclass
+class StepState:
+    """The step (or evaluation, or generation) that bodies work on now.
+
+    Attributes:
+        batches: one per micro-batch.
+        capacities: most tokens of each micro-batch, as planned.
+        scale: 1 / targets of the global batch.
+        update: what this step's updates share; for on-fetch, what the step before left pending.
+        progress: what a commit in this graph records.
+        position, positions: tokens in the cache so far and at most, when generating.
+        losses: per micro-batch, (sum of losses, targets).
+        norms: per block, the sums of squares of its gradients, in parameter order.
+    """
+
+    batches: list[TokenBatch] = field(default_factory=list)
+    capacities: tuple[int, ...] = ()
+    scale: float = 1.0
+    update: Update | None = None
+    progress: Progress | None = None
+    position: int = 0
+    positions: int = 0
+    losses: dict[int, tuple[float, int]] = field(default_factory=dict)
+    norms: dict[int, list[float]] = field(default_factory=dict)
+
+    @property
+    def square(self) -> float:
+        """Squared global gradient norm, tensors in block order."""
+        total = 0.0
+        for block in sorted(self.norms):
+            for value in self.norms[block]:
+                total += value
+        return total
+
+
+class Runtime:
+    """Shared by all graphs of a run.
+
+    Args:
+        model: shapes and plan.
+        kernels: compute kernels.
+        store: the run's state.
+        disk: where work.bin lies.
+        folder: of work.bin.
+        arena: at least as large as the largest graph's extent.
+        work_bytes: size of work.bin; 0: none is needed.
+    """
+
+    def __init__(
+        self,
+        model: PlannedModel,
+        kernels: Kernels,
+        store: StateStore,
+        disk: Disk,
+        folder: Path,
+        arena: Arena,
+        work_bytes: int,
+    ) -> None:
+        numerics = model.plan.numerics
+        self.model = model
+        self.kernels = kernels
+        self.store = store
+        self.disk = disk
+        self.arena = arena
+        self.bytes = torch.frombuffer(arena.memory, dtype=torch.uint8)
+        self.decoder = Decoder.create(
+            kernels, model.shape, numerics.precision, numerics.max_seq_length, numerics.cpu_features
+        )
+        self.rule = AdamW(numerics.optimizer)
+        self.state = StepState()
+        self.weight_layouts = [block.layout(model.types.compute) for block in model.blocks]
+        self.plane_layouts = [block.layout(model.types.master) for block in model.blocks]
+        self._layouts: dict[tuple[Hashable, ...], Layout] = {}
+        self._views: dict[tuple[int, int], dict[str, Tensor]] = {}
+        self._work: Handle | None = None
+        if work_bytes:
+            path = folder / WORK_NAME
+            if disk.exists(path):
+                disk.remove(path)
+            disk.create(path, work_bytes)
+            self._work = disk.open(path, write=True)
+
+    @property
+    def work(self) -> Handle:
+        """work.bin."""
+        if self._work is None:
+            raise RuntimeError("this plan keeps nothing in work.bin")
+        return self._work
+
+    def layout(self, make: Specs, *rest: Hashable) -> Layout:
+        """The layout of `make(shape, *rest)`; made once."""
+        key = (make, *rest)
+        if key not in self._layouts:
+            self._layouts[key] = layout(make(self.model.shape, *rest))
+        return self._layouts[key]
+
+    def views(self, offset: int, layout: Layout) -> dict[str, Tensor]:
+        """The tensors of a layout at an arena offset; made once, since graphs repeat."""
+        key = (offset, id(layout))
+        if key not in self._views:
+            self._views[key] = views(self.bytes[offset : offset + layout.bytes], layout)
+        return self._views[key]
+
+    def close(self) -> None:
+        """Let go of files."""
+        if self._work is not None:
+            self.disk.close(self._work)
+            self._work = None
+        self.store.close()

@@ -1,0 +1,57 @@
+"""Predicted seconds of each kind of work: a roofline over one machine's measured rates."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from packmule.spec.hardware import DiskSpeed, Hardware
+
+
+ATTENTION_SHARE = 0.4
+"""Attention's speed as a share of a large matmul's: its products are small and its softmax
+is bound by memory."""
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Rates per second with all threads, and the overhead of one task in seconds."""
+
+    matmul_flops: float
+    attention_flops: float
+    memory_bytes: float
+    read_bytes: float
+    write_bytes: float
+    sync_seconds: float
+    task_seconds: float
+
+    @classmethod
+    def of(cls, hardware: Hardware, compute: str, disk: DiskSpeed) -> Costs:
+        """Rates for one compute dtype, from the largest matmul measured."""
+        points = hardware.matmul[compute]
+        matmul = max(points, key=lambda point: point.size).flops_per_second
+        return cls(
+            matmul_flops=matmul,
+            attention_flops=matmul * ATTENTION_SHARE,
+            memory_bytes=hardware.memory_bytes_per_second,
+            read_bytes=disk.read_bytes_per_second,
+            write_bytes=disk.write_bytes_per_second,
+            sync_seconds=disk.sync_seconds,
+            task_seconds=hardware.task_seconds,
+        )
+
+    def compute(self, matmul: float = 0.0, attention: float = 0.0, moved: float = 0.0) -> float:
+        """Seconds for some matmul and attention FLOPs and bytes moved through memory."""
+        return (
+            matmul / self.matmul_flops
+            + attention / self.attention_flops
+            + moved / self.memory_bytes
+            + self.task_seconds
+        )
+
+    def read(self, size: int) -> float:
+        """Seconds to read bytes from disk."""
+        return size / self.read_bytes + self.task_seconds
+
+    def write(self, size: int) -> float:
+        """Seconds to write bytes to disk."""
+        return size / self.write_bytes + self.task_seconds

@@ -1,0 +1,270 @@
+"""Emitter: the tasks of one block's life (fetch, run, update, store), each in one place.
+
+Builders in `training` and `phases` arrange these into graphs. An `Op` adds one or more tasks when
+called; a `Stream` is a list of (read, rest) pairs whose reads may run ahead.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from packmule.graph.builder import GraphBuilder
+from packmule.graph.costs import Costs
+from packmule.graph.kinds import BufferKind, TaskKind, Tier
+from packmule.graph.model import PlannedModel
+from packmule.graph.step import StepGraph
+from packmule.shapes import bodies
+from packmule.shapes.layout import PAGE, TensorSpec, layout
+
+Op = Callable[[], None]
+
+HEAD_WORKSPACE = 8 << 20
+"""Bytes torch may hold outside the arena during the head: packing of its matrices."""
+
+READ_AHEAD = 2
+"""Chunks of a stream that are read before the first is needed."""
+
+
+@dataclass(frozen=True)
+class Piece:
+    """One step of a stream: what reads from disk, and what follows on the cores and to disk."""
+
+    read: Op | None
+    rest: Op | None
+
+
+Stream = list[Piece]
+
+
+def in_order(stream: Stream, ahead: int = READ_AHEAD) -> tuple[list[Op], list[Op]]:
+    """(lead, units): the first `ahead` reads; then each piece's rest with a later piece's read."""
+    reads = [piece.read for piece in stream]
+    lead = [read for read in reads[:ahead] if read is not None]
+
+    def unit(rest: Op | None, read: Op | None) -> Op:
+        def emit() -> None:
+            if rest is not None:
+                rest()
+            if read is not None:
+                read()
+
+        return emit
+
+    later = [*reads[ahead:], *([None] * ahead)]
+    return lead, [unit(piece.rest, read) for piece, read in zip(stream, later, strict=False)]
+
+
+class Emitter:
+    """Adds the tasks of one planned model to a builder."""
+
+    def __init__(self, model: PlannedModel, costs: Costs, mean_length: float) -> None:
+        threads = model.plan.numerics.threads
+        self.model = model
+        self.costs = costs
+        self.mean_length = mean_length
+        self.builder = GraphBuilder({"cores": threads, "disk": 1}, [t.name.lower() for t in Tier], PAGE)
+        self._cores, self._disk = {"cores": threads}, {"disk": 1}
+        self._resident: dict[tuple[int, int, int, int], int] = {}
+        self.start = dict(model.residents.bytes)
+
+    def build(self) -> StepGraph:
+        """The graph of everything emitted."""
+        return self.builder.build(self.start)
+
+    # Buffers
+
+    def resident(self, kind: BufferKind, tier: Tier, block: int, part: int = -1) -> int:
+        """A persistent buffer of the run, declared on first use."""
+        key = (kind, tier, block, part)
+        if key not in self._resident:
+            offset, size = self.model.residents.places[key]
+            self._resident[key] = self.builder.buffer(kind, tier, size, at=offset, block=block, part=part)
+        return self._resident[key]
+
+    def has_resident(self, kind: BufferKind, tier: Tier, block: int) -> bool:
+        """Whether the run keeps such a buffer."""
+        return (kind, tier, block, -1) in self.model.residents.places
+
+    def ram(self, kind: BufferKind, size: int, block: int = -1, micro: int = -1, part: int = -1) -> int:
+        """A transient buffer in the arena."""
+        return self.builder.buffer(kind, Tier.RAM, size, block=block, micro=micro, part=part)
+
+    def scratch(self, specs: Iterable[TensorSpec], block: int, micro: int = -1) -> int:
+        """One task's temporaries."""
+        return self.ram(BufferKind.SCRATCH, layout(specs).bytes, block, micro)
+
+    # Disk tasks
+
+    def disk_task(
+        self, kind: TaskKind, size: int, reads: list[int], writes: list[int], block: int, micro: int = -1, part: int = -1
+    ) -> None:
+        """A transfer of `size` bytes."""
+        name = kind.name
+        seconds = self.costs.read(size) if name.startswith("READ") else self.costs.write(size)
+        self.builder.task(
+            kind, self._disk, reads=reads, writes=writes, seconds=seconds, block=block, micro=micro, part=part
+        )
+
+    def core_task(
+        self,
+        kind: TaskKind,
+        seconds: float,
+        reads: list[int],
+        writes: list[int],
+        block: int,
+        micro: int = -1,
+        part: int = -1,
+        workspace: int = 0,
+    ) -> None:
+        """Work on all threads."""
+        self.builder.task(
+            kind,
+            self._cores,
+            reads=reads,
+            writes=writes,
+            seconds=seconds,
+            workspace=workspace,
+            block=block,
+            micro=micro,
+            part=part,
+        )
+
+    # Weights
+
+    def weights(self, block: int) -> tuple[Stream, list[int]]:
+        """How to get a block's compute weights into RAM: (stream, buffers they lie in)."""
+        model, place = self.model, self.model.plan.placement
+        if model.master_is_weights:
+            return [], [self.resident(BufferKind.STATE, Tier.RAM, block)]
+        if place.weights == "ram":
+            return [], [self.resident(BufferKind.WEIGHTS, Tier.RAM, block)]
+        target = self.ram(BufferKind.WEIGHTS, model.weight_bytes[block], block)
+        if place.weights == "disk":
+            source = self.resident(BufferKind.WEIGHTS, Tier.DISK, block)
+            size = model.weight_bytes[block]
+            return [
+                Piece(lambda: self.disk_task(TaskKind.READ_WEIGHTS, size, [source], [target], block), None)
+            ], [target]
+        if place.state == "ram":
+            state = self.resident(BufferKind.STATE, Tier.RAM, block)
+            return [Piece(None, lambda: self.cast(state, target, block, -1, model.plane_bytes[block]))], [target]
+        return self.master_stream(block, target), [target]
+
+    def master_stream(self, block: int, target: int) -> Stream:
+        """Read the master plane from its slot into compute weights, chunk by chunk."""
+        stream = []
+        for part, (_, size) in enumerate(self.model.chunks(block)):
+            slot = self.resident(BufferKind.SLOT, Tier.SLOTS, block, part)
+            if not self.model.casts:
+                stream.append(Piece(self._read(TaskKind.READ_STATE, size, slot, target, block, part), None))
+                continue
+            chunk = self.ram(BufferKind.MASTER_CHUNK, size, block, part=part)
+            stream.append(
+                Piece(
+                    self._read(TaskKind.READ_STATE, size, slot, chunk, block, part),
+                    lambda c=chunk, p=part, s=size: self.cast(c, target, block, p, s),
+                )
+            )
+        return stream
+
+    def _read(self, kind: TaskKind, size: int, source: int, target: int, block: int, part: int) -> Op:
+        return lambda: self.disk_task(kind, size, [source], [target], block, part=part)
+
+    def cast(self, source: int, target: int, block: int, part: int, size: int) -> None:
+        """Masters (`size` bytes of them) to compute weights."""
+        self.core_task(TaskKind.CAST, self.costs.compute(moved=size * 1.5), [source], [target], block, part=part)
+
+    # Updates
+
+    def update(self, block: int, gradient: int | None, scale: int | None, target: int | None) -> Stream:
+        """Apply the rule to a block.
+
+        Args:
+            gradient: its buffer in RAM, or None when it lies on disk in chunks.
+            scale: the clip factor's buffer, or None.
+            target: compute weights to fill in the same pass, or None.
+        """
+        model, place = self.model, self.model.plan.placement
+        planes, scales = len(model.planes), [] if scale is None else [scale]
+        targets = [] if target is None else [target]
+        stream: Stream = []
+        resident = self.resident(BufferKind.STATE, Tier.RAM, block) if place.state == "ram" else None
+        if resident is not None and gradient is not None:
+            size, state = model.plane_bytes[block], resident
+            reads = [gradient, *scales]
+            stream.append(Piece(None, lambda: self._rule(size, reads, [state, *targets], block, -1)))
+            return stream
+        for part, (_, size) in enumerate(model.chunks(block)):
+            reads: list[Op] = []
+            rests: list[Op] = []
+            source = gradient
+            if source is None:
+                stored = self.resident(BufferKind.GRADIENT_CHUNK, Tier.DISK, block, part)
+                source = self.ram(BufferKind.GRADIENT_CHUNK, size, block, part=part)
+                reads.append(self._read(TaskKind.READ_GRADIENT, size, stored, source, block, part))
+            state, inputs = resident, [source, *scales]
+            if state is None:
+                slot = self.resident(BufferKind.SLOT, Tier.SLOTS, block, part)
+                state = self.ram(BufferKind.STATE_CHUNK, size * planes, block, part=part)
+                reads.append(self._read(TaskKind.READ_STATE, size * planes, slot, state, block, part))
+                rests.append(self._store(size * planes, state, slot, block, part))
+            update = self._update_op(size, inputs, [state, *targets], block, part)
+            stream.append(Piece(_all(reads), _all([update, *rests])))
+        return stream
+
+    def _update_op(self, size: int, reads: list[int], writes: list[int], block: int, part: int) -> Op:
+        return lambda: self._rule(size, reads, writes, block, part)
+
+    def _store(self, size: int, state: int, slot: int, block: int, part: int) -> Op:
+        return lambda: self.disk_task(TaskKind.WRITE_STATE, size, [state], [slot], block, part=part)
+
+    def _rule(self, size: int, reads: list[int], writes: list[int], block: int, part: int) -> None:
+        moved = size * (2 * len(self.model.planes) + 1.5)
+        self.core_task(TaskKind.UPDATE, self.costs.compute(moved=moved), reads, writes, block, part=part)
+
+    def store_weights(self, block: int, source: int) -> Op:
+        """Write compute weights to work.bin."""
+        size = self.model.weight_bytes[block]
+        stored = self.resident(BufferKind.WEIGHTS, Tier.DISK, block)
+        return lambda: self.disk_task(TaskKind.WRITE_WEIGHTS, size, [source], [stored], block)
+
+    def commit(self) -> Stream:
+        """Make the state durable: write what lies in RAM, then replace HEAD."""
+        model, stream = self.model, []
+        slots = []
+        for block in range(len(model.blocks)):
+            for part, (_, size) in enumerate(model.chunks(block)):
+                slot = self.resident(BufferKind.SLOT, Tier.SLOTS, block, part)
+                slots.append(slot)
+                if model.plan.placement.state == "ram":
+                    state = self.resident(BufferKind.STATE, Tier.RAM, block)
+                    stream.append(Piece(None, self._store(size * len(model.planes), state, slot, block, part)))
+
+        def seal() -> None:
+            self.builder.task(
+                TaskKind.COMMIT, self._disk, reads=slots, writes=slots, seconds=4 * self.costs.sync_seconds
+            )
+
+        stream.append(Piece(None, seal))
+        return stream
+
+    # Compute
+
+    def forward_seconds(self, tokens: int, factor: float = 1.0, attention: float = 1.0) -> float:
+        """Seconds of a layer's forward, or of `factor` times its matmuls."""
+        shape = self.model.shape
+        matmul, score = bodies.layer_flops(shape, tokens, self.mean_length)
+        moved = tokens * (10 * shape.hidden + 6 * shape.ffn) * self.model.input_itemsize * factor
+        return self.costs.compute(matmul * factor, score * attention, moved)
+
+
+def _all(ops: list[Op]) -> Op | None:
+    if not ops:
+        return None
+
+    def emit() -> None:
+        for op in ops:
+            op()
+
+    return emit

@@ -1,0 +1,113 @@
+"""A model under one plan, as sizes: blocks, chunks, and which buffers live through a whole run."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import cached_property
+
+from packmule.graph.kinds import BufferKind, Tier
+from packmule.shapes.bodies import DTYPES, Dtypes
+from packmule.shapes.layout import ITEMSIZE, PAGE, round_up
+from packmule.shapes.model import Block, ModelShape
+from packmule.spec.plan import Plan
+
+PLANES = ("master", "m", "v")
+"""What AdamW keeps per parameter; one plane each."""
+
+
+@dataclass(frozen=True)
+class PlannedModel:
+    """Model shape and plan together; every size a graph needs follows from these two."""
+
+    shape: ModelShape
+    plan: Plan
+    planes: tuple[str, ...] = PLANES
+
+    @cached_property
+    def types(self) -> Dtypes:
+        """Dtypes of the plan's precision."""
+        return DTYPES[self.plan.numerics.precision]
+
+    @cached_property
+    def blocks(self) -> tuple[Block, ...]:
+        """Embed, layers, head."""
+        return self.shape.blocks()
+
+    @cached_property
+    def plane_bytes(self) -> tuple[int, ...]:
+        """Per block, bytes of one plane (masters, and also gradients: same dtype)."""
+        return tuple(block.layout(self.types.master).bytes for block in self.blocks)
+
+    @cached_property
+    def weight_bytes(self) -> tuple[int, ...]:
+        """Per block, bytes of its parameters in the compute dtype."""
+        return tuple(block.layout(self.types.compute).bytes for block in self.blocks)
+
+    def chunks(self, block: int) -> list[tuple[int, int]]:
+        """(start, bytes) of each streamed piece of one plane of a block."""
+        size, step = self.plane_bytes[block], self.plan.io.chunk_bytes
+        return [(start, min(step, size - start)) for start in range(0, size, step)]
+
+    @property
+    def casts(self) -> bool:
+        """Compute weights differ from masters in dtype."""
+        return self.types.compute != self.types.master
+
+    @property
+    def master_is_weights(self) -> bool:
+        """The resident master plane serves as the compute weights."""
+        place = self.plan.placement
+        return place.state == "ram" and place.weights == "state" and not self.casts
+
+    @cached_property
+    def input_itemsize(self) -> int:
+        """Bytes of one element of the residual stream."""
+        return ITEMSIZE[self.types.compute]
+
+    def input_bytes(self, tokens: int) -> int:
+        """Bytes of one block input, whole pages."""
+        return round_up(tokens * self.shape.hidden * self.input_itemsize, PAGE)
+
+    @cached_property
+    def residents(self) -> Residents:
+        """Buffers that keep their place through all graphs of the run."""
+        plan, place = self.plan, self.plan.placement
+        table = Residents()
+        for block in self.blocks:
+            index, plane = block.index, self.plane_bytes[block.index]
+            if place.state == "ram":
+                table.add(BufferKind.STATE, Tier.RAM, index, plane * len(self.planes))
+            if place.weights == "ram":
+                table.add(BufferKind.WEIGHTS, Tier.RAM, index, self.weight_bytes[index])
+            if place.weights == "disk":
+                table.add(BufferKind.WEIGHTS, Tier.DISK, index, self.weight_bytes[index])
+            if place.gradients == "disk":
+                for part, (_, size) in enumerate(self.chunks(index)):
+                    table.add(BufferKind.GRADIENT_CHUNK, Tier.DISK, index, size, part)
+            elif plan.update == "on-fetch":
+                table.add(BufferKind.GRADIENT, Tier.RAM, index, plane)
+            for part, (_, size) in enumerate(self.chunks(index)):
+                table.add(BufferKind.SLOT, Tier.SLOTS, index, size * len(self.planes), part)
+        if plan.numerics.clip is not None and plan.update == "on-fetch":
+            table.add(BufferKind.SCALE, Tier.RAM, -1, PAGE)
+        return table
+
+
+@dataclass
+class Residents:
+    """Offsets of persistent buffers, one after the other per tier.
+
+    `places` maps (kind, tier, block, part) to (offset, bytes).
+    """
+
+    places: dict[tuple[int, int, int, int], tuple[int, int]] = field(default_factory=dict)
+    bytes: dict[int, int] = field(default_factory=lambda: dict.fromkeys(Tier, 0))
+
+    def add(self, kind: int, tier: int, block: int, size: int, part: int = -1) -> None:
+        """Place the next buffer."""
+        self.places[kind, tier, block, part] = (self.bytes[tier], size)
+        self.bytes[tier] += round_up(size, PAGE)
+
+    def of_kind(self, kind: int, tier: int = Tier.RAM) -> int:
+        """Bytes of one kind in one tier."""
+        return sum(size for (k, t, _, _), (_, size) in self.places.items() if k == kind and t == tier)

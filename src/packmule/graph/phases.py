@@ -1,0 +1,167 @@
+"""Graphs of the other phases of a run: loading, committing, evaluating, generating."""
+
+from __future__ import annotations
+
+from packmule.graph.costs import Costs
+from packmule.graph.emit import HEAD_WORKSPACE, Emitter, Piece
+from packmule.graph.kinds import BufferKind, TaskKind, Tier
+from packmule.graph.model import PlannedModel
+from packmule.graph.step import StepGraph
+from packmule.graph.training import Visit, arrange
+from packmule.shapes import bodies
+from packmule.shapes.layout import PAGE, layout, round_up
+
+
+def build_load(model: PlannedModel, costs: Costs) -> StepGraph:
+    """Read and verify every slot; fill what the plan keeps in RAM or in work.bin."""
+    emitter = Emitter(model, costs, 1.0)
+    place = model.plan.placement
+    visits = []
+    for block in model.blocks:
+        index = block.index
+        visit = Visit()
+        target = None
+        if place.weights == "ram":
+            target = emitter.resident(BufferKind.WEIGHTS, Tier.RAM, index)
+        elif place.weights == "disk":
+            target = emitter.ram(BufferKind.WEIGHTS, model.weight_bytes[index], index)
+        state = emitter.resident(BufferKind.STATE, Tier.RAM, index) if place.state == "ram" else None
+        for part, (_, size) in enumerate(model.chunks(index)):
+            total = size * len(model.planes)
+            slot = emitter.resident(BufferKind.SLOT, Tier.SLOTS, index, part)
+            where = state
+            if where is None:
+                where = emitter.ram(BufferKind.STATE_CHUNK, total, index, part=part)
+
+            def read(s: int = total, a: int = slot, b: int = where, i: int = index, p: int = part) -> None:
+                emitter.disk_task(TaskKind.READ_STATE, s, [a], [b], i, part=p)
+
+            def cast(a: int = where, b: int | None = target, i: int = index, p: int = part, s: int = size) -> None:
+                if b is not None:
+                    emitter.cast(a, b, i, p, s)
+
+            visit.fetch.append(Piece(read, cast))
+        if place.weights == "disk" and target is not None:
+            visit.after.append(Piece(None, emitter.store_weights(index, target)))
+        visits.append(visit)
+    arrange(visits, 0)
+    return emitter.build()
+
+
+def build_commit(model: PlannedModel, costs: Costs) -> StepGraph:
+    """Make the state durable as it is (nothing pending)."""
+    emitter = Emitter(model, costs, 1.0)
+    visit = Visit(after=emitter.commit())
+    arrange([visit], 0)
+    return emitter.build()
+
+
+def build_evaluate(
+    model: PlannedModel, costs: Costs, mean_length: float, micro_tokens: tuple[int, ...]
+) -> StepGraph:
+    """Loss of some micro-batches, breadth-first, nothing kept.
+
+    Args:
+        micro_tokens: most tokens of each micro-batch.
+    """
+    emitter = Emitter(model, costs, mean_length)
+    head, shape, types = len(model.blocks) - 1, model.shape, model.types
+    inputs = {
+        (block, micro): emitter.ram(BufferKind.INPUT, model.input_bytes(tokens), block, micro)
+        for block in range(1, head + 1)
+        for micro, tokens in enumerate(micro_tokens)
+    }
+
+    def run(block: int, micro: int, weights: list[int]) -> None:
+        tokens = micro_tokens[micro]
+        if block == 0:
+            seconds = costs.compute(moved=2 * model.input_bytes(tokens))
+            emitter.core_task(TaskKind.EMBED_FORWARD, seconds, weights, [inputs[1, micro]], 0, micro)
+            return
+        reads = [*weights, inputs[block, micro]]
+        if block == head:
+            chunk = min(model.plan.numerics.loss_chunk, tokens)
+            scratch = emitter.scratch(bodies.head_scratch(shape, chunk, types, train=False), block, micro)
+            seconds = costs.compute(bodies.head_flops(shape, tokens))
+            emitter.core_task(
+                TaskKind.HEAD_EVALUATE, seconds, reads, [scratch], block, micro, workspace=HEAD_WORKSPACE
+            )
+            return
+        specs = bodies.layer_saved(shape, tokens, types)
+        saved = emitter.ram(BufferKind.SAVED, layout(specs).bytes, block, micro)
+        scratch = emitter.scratch(bodies.layer_forward_scratch(shape, tokens, types), block, micro)
+        emitter.core_task(
+            TaskKind.LAYER_FORWARD,
+            emitter.forward_seconds(tokens),
+            reads,
+            [inputs[block + 1, micro], saved, scratch],
+            block,
+            micro,
+            workspace=bodies.layer_workspace(shape, tokens, types),
+        )
+
+    _forward_all(emitter, range(len(micro_tokens)), run)
+    return emitter.build()
+
+
+def build_decode(model: PlannedModel, costs: Costs, new_tokens: int, most_tokens: int) -> StepGraph:
+    """Run `new_tokens` tokens (a prompt, or one) after those in the cache; logits of the last.
+
+    Keys and values of `most_tokens` positions per layer and the logits persist from graph to
+    graph of one generation, right above the run's own residents.
+    """
+    emitter = Emitter(model, costs, float(most_tokens))
+    head, shape, types = len(model.blocks) - 1, model.shape, model.types
+    offset = emitter.start[Tier.RAM]
+    caches = {}
+    for block in range(1, head):
+        size = bodies.cache_spec(shape, most_tokens, types).bytes
+        caches[block] = emitter.builder.buffer(BufferKind.KV, Tier.RAM, size, at=offset, block=block)
+        offset += round_up(size, PAGE)
+    logits = emitter.builder.buffer(BufferKind.LOGITS, Tier.RAM, 4 * shape.vocab, at=offset, block=head)
+    emitter.start[Tier.RAM] = offset + round_up(4 * shape.vocab, PAGE)
+    inputs = {
+        block: emitter.ram(BufferKind.INPUT, model.input_bytes(new_tokens), block, 0)
+        for block in range(1, head + 1)
+    }
+
+    def run(block: int, micro: int, weights: list[int]) -> None:
+        if block == 0:
+            emitter.core_task(TaskKind.EMBED_DECODE, costs.task_seconds, weights, [inputs[1]], 0, micro)
+            return
+        reads = [*weights, inputs[block]]
+        if block == head:
+            scratch = emitter.scratch(bodies.decode_scratch(shape, 1, most_tokens, types), block, micro)
+            seconds = costs.compute(bodies.head_flops(shape, 1), moved=model.weight_bytes[0])
+            emitter.core_task(TaskKind.HEAD_DECODE, seconds, reads, [logits, scratch], block, micro)
+            return
+        scratch = emitter.scratch(bodies.decode_scratch(shape, new_tokens, most_tokens, types), block, micro)
+        seconds = emitter.forward_seconds(new_tokens) + model.weight_bytes[block] / costs.memory_bytes
+        emitter.core_task(
+            TaskKind.LAYER_DECODE,
+            seconds,
+            [*reads, caches[block]],
+            [inputs[block + 1], caches[block], scratch],
+            block,
+            micro,
+            workspace=bodies.layer_workspace(shape, most_tokens, types),
+        )
+
+    _forward_all(emitter, range(1), run)
+    return emitter.build()
+
+
+def _forward_all(emitter: Emitter, micros: range, run) -> None:  # type: ignore[no-untyped-def]
+    """Every block once over all micro-batches, weights fetched ahead."""
+    model = emitter.model
+    visits = []
+    for block in model.blocks:
+        visit = Visit()
+        visit.fetch, weights = emitter.weights(block.index)
+        if block.shared is not None:
+            stream, more = emitter.weights(block.shared)
+            visit.fetch = [*visit.fetch, *stream]
+            weights = [*weights, *more]
+        visit.compute = [lambda b=block.index, m=m, w=weights: run(b, m, w) for m in micros]
+        visits.append(visit)
+    arrange(visits, model.plan.io.prefetch)

@@ -1,0 +1,60 @@
+"""Every graph that a run executes, by name: what the engine runs is what the planner adds up."""
+
+from __future__ import annotations
+
+from packmule.graph.costs import Costs
+from packmule.graph.model import PlannedModel
+from packmule.graph.phases import build_commit, build_decode, build_evaluate, build_load
+from packmule.graph.step import StepGraph
+from packmule.graph.training import build_drain, build_step
+from packmule.spec.plan import Plan
+
+
+def evaluation_batches(plan: Plan, rows: int) -> list[tuple[int, ...]]:
+    """Rows of each micro-batch of each evaluation graph, in order.
+
+    Micro-batches are as large as training's largest, and as many go through one graph as a
+    step has, so that evaluation needs no more memory than a step.
+    """
+    size = max(plan.numerics.micro_rows)
+    at_once = len(plan.numerics.micro_rows) if plan.order == "breadth" else 1
+    micros = [min(size, rows - start) for start in range(0, rows, size)]
+    return [tuple(micros[start : start + at_once]) for start in range(0, len(micros), at_once)]
+
+
+def run_graphs(
+    model: PlannedModel,
+    costs: Costs,
+    mean_length: float,
+    evaluation_rows: int,
+    sample_tokens: int,
+) -> dict[str, StepGraph]:
+    """The graphs of a run.
+
+    Args:
+        evaluation_rows: of one evaluation; 0: no evaluation.
+        sample_tokens: positions of a generated text, prompt included; 0: no samples.
+
+    Returns:
+        "load"; "step" and "step, commit" (for on-fetch: with the pending update); "first" and
+        "drain" for on-fetch; "commit"; "evaluate N" for N micro-batches at once; "prompt", "token".
+    """
+    plan = model.plan
+    pending = plan.update == "on-fetch"
+    found = {
+        "load": build_load(model, costs),
+        "step": build_step(model, costs, mean_length, pending=pending),
+        "step, commit": build_step(model, costs, mean_length, pending=pending, commit=True),
+        "commit": build_commit(model, costs),
+    }
+    if pending:
+        found["first"] = build_step(model, costs, mean_length)
+        found["drain"] = build_drain(model, costs)
+    if evaluation_rows:
+        tokens = max(plan.numerics.micro_tokens)
+        for count in sorted({len(micros) for micros in evaluation_batches(plan, evaluation_rows)}):
+            found[f"evaluate {count}"] = build_evaluate(model, costs, mean_length, (tokens,) * count)
+    if sample_tokens:
+        found["prompt"] = build_decode(model, costs, sample_tokens, sample_tokens)
+        found["token"] = build_decode(model, costs, 1, sample_tokens)
+    return found

@@ -1,0 +1,374 @@
+"""build_step: the graph of one optimizer step under a plan."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from packmule.graph.costs import Costs
+from packmule.graph.emit import HEAD_WORKSPACE, Emitter, Op, Piece, Stream, in_order
+from packmule.graph.kinds import BufferKind, TaskKind, Tier
+from packmule.graph.model import PlannedModel
+from packmule.graph.step import StepGraph
+from packmule.shapes import bodies
+from packmule.shapes.layout import PAGE, layout
+
+
+@dataclass
+class Visit:
+    """Some micro-batches at one block in one direction.
+
+    Attributes:
+        fetch: brings what the computation needs; runs ahead.
+        compute: the computation, one op per micro-batch.
+        after: what follows from it (updates, stores); may lag behind.
+    """
+
+    fetch: Stream = field(default_factory=list)
+    compute: list[Op] = field(default_factory=list)
+    after: Stream = field(default_factory=list)
+
+
+def arrange(visits: list[Visit], prefetch: int) -> None:
+    """Emit visits in program order: fetches `prefetch` visits ahead, aftermath one visit late,
+    both interleaved with the computation between them."""
+    if prefetch == 0:
+        for visit in visits:
+            _emit(visit.fetch)
+            for op in visit.compute:
+                op()
+            _emit(visit.after)
+        return
+    for visit in visits[:prefetch]:
+        _emit(visit.fetch)
+    late: Stream = []
+    for index, visit in enumerate(visits):
+        ahead = visits[index + prefetch].fetch if index + prefetch < len(visits) else []
+        lead, units = in_order([*ahead, *late])
+        for op in lead:
+            op()
+        done = 0
+        for number, op in enumerate(visit.compute, start=1):
+            op()
+            until = len(units) * number // len(visit.compute)
+            for unit in units[done:until]:
+                unit()
+            done = until
+        late = visit.after
+    _emit(late)
+
+
+def _emit(stream: Stream) -> None:
+    lead, units = in_order(stream)
+    for op in [*lead, *units]:
+        op()
+
+
+class _Step:
+    """Builds the visits of one step; keeps the activations' and gradients' buffers."""
+
+    def __init__(self, model: PlannedModel, costs: Costs, mean_length: float, pending: bool) -> None:
+        self.emitter = Emitter(model, costs, mean_length)
+        self.model = model
+        self.plan = model.plan
+        self.pending = pending
+        self.tokens = model.plan.numerics.micro_tokens
+        self.head = len(model.blocks) - 1
+        self.inputs: dict[tuple[int, int], int] = {}
+        self.saved: dict[tuple[int, int], int] = {}
+        self.dy: dict[int, int] = {}
+        self.spilled: dict[tuple[int, int], int] = {}
+        self.clip_scale = -1
+        self.gradients: dict[int, int] = {}
+        self.norms: list[int] = []
+
+    # Buffers that visits share
+
+    def input(self, block: int, micro: int) -> int:
+        key = (block, micro)
+        if key not in self.inputs:
+            size = self.model.input_bytes(self.tokens[micro])
+            self.inputs[key] = self.emitter.ram(BufferKind.INPUT, size, block, micro)
+        return self.inputs[key]
+
+    def output_gradient(self, micro: int) -> int:
+        """The gradient of a block's output; each block's backward overwrites it by its input's."""
+        if micro not in self.dy:
+            size = self.model.input_bytes(self.tokens[micro])
+            self.dy[micro] = self.emitter.ram(BufferKind.DY, size, micro=micro)
+        return self.dy[micro]
+
+    def gradient(self, block: int) -> int:
+        if block not in self.gradients:
+            if self.emitter.has_resident(BufferKind.GRADIENT, Tier.RAM, block):
+                self.gradients[block] = self.emitter.resident(BufferKind.GRADIENT, Tier.RAM, block)
+            else:
+                size = self.model.plane_bytes[block]
+                self.gradients[block] = self.emitter.ram(BufferKind.GRADIENT, size, block)
+        return self.gradients[block]
+
+    def keep_saved(self, block: int, micro: int) -> int:
+        specs = bodies.layer_saved(self.model.shape, self.tokens[micro], self.model.types)
+        size = layout(specs).bytes
+        return self.emitter.ram(BufferKind.SAVED, size, block, micro)
+
+    @property
+    def scale(self) -> int | None:
+        if self.plan.numerics.clip is None:
+            return None
+        if self.plan.update == "on-fetch":
+            return self.emitter.resident(BufferKind.SCALE, Tier.RAM, -1)
+        return self.clip_scale
+
+    # Visits
+
+    def forward(self, block: int, micros: list[int]) -> Visit:
+        """Fetch (with the pending update on the first visit), run, spill inputs."""
+        visit = Visit()
+        first = 0 in micros
+        visit.fetch, weights = self._forward_weights(block, update=self.pending and first)
+        emitter, model, spill = self.emitter, self.model, self.plan.placement.inputs == "disk"
+        for micro in micros:
+            visit.compute.append(lambda m=micro: self._forward(block, m, weights))
+            if spill and 0 < block < self.head:
+                size = model.input_bytes(self.tokens[micro])
+                visit.after.append(Piece(None, lambda m=micro, s=size: self._spill(block, m, s)))
+        return visit
+
+    def _spill(self, block: int, micro: int, size: int) -> None:
+        emitter = self.emitter
+        source = self.inputs.pop((block, micro))
+        stored = emitter.builder.buffer(BufferKind.INPUT, Tier.DISK, size, block=block, micro=micro)
+        emitter.disk_task(TaskKind.WRITE_INPUT, size, [source], [stored], block, micro)
+        self.spilled[block, micro] = stored
+
+    def _forward_weights(self, block: int, update: bool) -> tuple[Stream, list[int]]:
+        emitter, model, place = self.emitter, self.model, self.plan.placement
+        if not update:
+            return emitter.weights(block)
+        source = None if place.gradients == "disk" else self.gradient(block)
+        if model.master_is_weights:
+            return emitter.update(block, source, self.scale, None), [emitter.resident(BufferKind.STATE, Tier.RAM, block)]
+        if place.weights == "ram":
+            target = emitter.resident(BufferKind.WEIGHTS, Tier.RAM, block)
+        else:
+            target = emitter.ram(BufferKind.WEIGHTS, model.weight_bytes[block], block)
+        stream = emitter.update(block, source, self.scale, target)
+        if place.weights == "disk":
+            stream.append(Piece(None, emitter.store_weights(block, target)))
+        return stream, [target]
+
+    def _forward(self, block: int, micro: int, weights: list[int]) -> None:
+        emitter, model, tokens = self.emitter, self.model, self.tokens[micro]
+        out = self.input(block + 1, micro)
+        if block == 0:
+            seconds = emitter.costs.compute(moved=2 * model.input_bytes(tokens))
+            emitter.core_task(TaskKind.EMBED_FORWARD, seconds, weights, [out], block, micro)
+            return
+        saved = self.keep_saved(block, micro)
+        if not self.plan.recompute[block - 1]:
+            self.saved[block, micro] = saved
+        scratch = emitter.scratch(bodies.layer_forward_scratch(model.shape, tokens, model.types), block, micro)
+        emitter.core_task(
+            TaskKind.LAYER_FORWARD,
+            emitter.forward_seconds(tokens),
+            [*weights, self.input(block, micro)],
+            [out, saved, scratch],
+            block,
+            micro,
+            workspace=bodies.layer_workspace(model.shape, tokens, model.types),
+        )
+
+    def loss(self, micros: list[int]) -> Visit:
+        """The head: forward and backward at once, in chunks of tokens."""
+        visit = Visit()
+        emitter, model, block = self.emitter, self.model, self.head
+        update = self.pending and 0 in micros
+        visit.fetch, weights = self._forward_weights(block, update)
+        shared = model.blocks[block].shared
+        if shared is not None:
+            stream, more = emitter.weights(shared)
+            visit.fetch = [*visit.fetch, *stream]
+            weights = [*weights, *more]
+        for micro in micros:
+            visit.compute.append(lambda m=micro: self._loss(m, weights, shared))
+        return visit
+
+    def _loss(self, micro: int, weights: list[int], shared: int | None) -> None:
+        emitter, model, tokens, block = self.emitter, self.model, self.tokens[micro], self.head
+        chunk = min(self.plan.numerics.loss_chunk, tokens)
+        scratch = emitter.scratch(bodies.head_scratch(model.shape, chunk, model.types, train=True), block, micro)
+        owners = [block] if shared is None else [block, shared]
+        flops = 3 * bodies.head_flops(model.shape, tokens)
+        moved = 3.0 * tokens * model.shape.vocab * model.input_itemsize
+        moved += 3.0 * (tokens / chunk) * sum(model.plane_bytes[owner] for owner in owners)
+        emitter.core_task(
+            TaskKind.HEAD_LOSS,
+            emitter.costs.compute(flops, moved=moved),
+            [*weights, self.input(block, micro)],
+            [self.output_gradient(micro), *(self.gradient(owner) for owner in owners), scratch],
+            block,
+            micro,
+            workspace=HEAD_WORKSPACE,
+        )
+
+    def backward(self, block: int, micros: list[int]) -> Visit:
+        """Fetch weights and spilled inputs, run; the aftermath is `complete`'s."""
+        visit = Visit()
+        emitter, model = self.emitter, self.model
+        if block == 0:
+            visit.compute = [lambda m=micro: self._embed_backward(m) for micro in micros]
+            return visit
+        visit.fetch, weights = emitter.weights(block)
+        visit.fetch = list(visit.fetch)
+        for micro in micros:
+            if self.plan.placement.inputs == "disk":
+                visit.fetch.append(Piece(lambda m=micro: self._unspill(block, m), None))
+            visit.compute.append(lambda m=micro: self._backward(block, m, weights))
+        return visit
+
+    def _unspill(self, block: int, micro: int) -> None:
+        size = self.model.input_bytes(self.tokens[micro])
+        target = self.input(block, micro)
+        self.emitter.disk_task(
+            TaskKind.READ_INPUT, size, [self.spilled.pop((block, micro))], [target], block, micro
+        )
+
+    def _backward(self, block: int, micro: int, weights: list[int]) -> None:
+        emitter, model, tokens = self.emitter, self.model, self.tokens[micro]
+        recompute = self.plan.recompute[block - 1]
+        saved = self.keep_saved(block, micro) if recompute else self.saved.pop((block, micro))
+        scratch = emitter.scratch(bodies.layer_backward_scratch(model.shape, tokens, model.types), block, micro)
+        dy = self.output_gradient(micro)
+        reads = [*weights, self.input(block, micro), dy]
+        emitter.core_task(
+            TaskKind.LAYER_BACKWARD,
+            emitter.forward_seconds(tokens, 3.0 if recompute else 2.0, 3.5 if recompute else 2.5),
+            reads if recompute else [*reads, saved],
+            [dy, self.gradient(block), saved, scratch],
+            block,
+            micro,
+            workspace=bodies.layer_workspace(model.shape, tokens, model.types),
+        )
+
+    def _embed_backward(self, micro: int) -> None:
+        size = self.model.input_bytes(self.tokens[micro])
+        self.emitter.core_task(
+            TaskKind.EMBED_BACKWARD,
+            self.emitter.costs.compute(moved=4 * size),
+            [self.output_gradient(micro)],
+            [self.gradient(0)],
+            0,
+            micro,
+        )
+
+    def complete(self, block: int) -> Stream:
+        """A block's gradient has its last contribution: its norm, then update or storage."""
+        emitter, plan = self.emitter, self.plan
+        size = self.model.plane_bytes[block]
+        norms = emitter.ram(BufferKind.NORMS, PAGE, block)
+        self.norms.append(norms)
+        gradient = self.gradient(block)
+        stream = [
+            Piece(
+                None,
+                lambda: emitter.core_task(
+                    TaskKind.NORM, emitter.costs.compute(moved=size), [gradient], [norms], block
+                ),
+            )
+        ]
+        if plan.update == "on-backward":
+            return [*stream, *self.update(block, gradient)]
+        if plan.placement.gradients == "disk":
+            for part, (_, length) in enumerate(self.model.chunks(block)):
+                stored = emitter.resident(BufferKind.GRADIENT_CHUNK, Tier.DISK, block, part)
+                stream.append(Piece(None, self._store_gradient(length, gradient, stored, block, part)))
+        return stream
+
+    def _store_gradient(self, size: int, source: int, stored: int, block: int, part: int) -> Op:
+        return lambda: self.emitter.disk_task(TaskKind.WRITE_GRADIENT, size, [source], [stored], block, part=part)
+
+    def update(self, block: int, gradient: int | None) -> Stream:
+        """The rule outside a forward fetch; compute weights that are kept are renewed too."""
+        emitter, place = self.emitter, self.plan.placement
+        target = None
+        if place.weights == "ram":
+            target = emitter.resident(BufferKind.WEIGHTS, Tier.RAM, block)
+        elif place.weights == "disk":
+            target = emitter.ram(BufferKind.WEIGHTS, self.model.weight_bytes[block], block)
+        stream = emitter.update(block, gradient, self.scale, target)
+        if place.weights == "disk" and target is not None:
+            stream.append(Piece(None, emitter.store_weights(block, target)))
+        return stream
+
+    def clip(self) -> None:
+        """The clip factor from all norms."""
+        if self.scale is not None:
+            self.emitter.core_task(TaskKind.CLIP, self.emitter.costs.task_seconds, self.norms, [self.scale], -1)
+
+    # The step
+
+    def visits(self, commit: bool) -> list[Visit]:
+        """All visits in order, with the aftermath of the last contribution to each gradient."""
+        count, layers = len(self.tokens), range(1, self.head)
+        every = list(range(count))
+        if self.plan.numerics.clip is not None and self.plan.update != "on-fetch":
+            self.clip_scale = self.emitter.ram(BufferKind.SCALE, PAGE)
+        groups = [every] if self.plan.order == "breadth" else [[micro] for micro in every]
+        visits: list[Visit] = []
+        for number, micros in enumerate(groups):
+            last = number == len(groups) - 1
+            visits += [self.forward(block, micros) for block in range(self.head)]
+            head = self.loss(micros)
+            if self.pending and commit and number == 0:
+                head.fetch = [*head.fetch, *self.emitter.commit()]
+            if last:
+                head.after += self.complete(self.head)
+            visits.append(head)
+            for block in reversed(layers):
+                visit = self.backward(block, micros)
+                if last:
+                    visit.after += self.complete(block)
+                visits.append(visit)
+        # The embedding's contributions come last, so that a tied gradient adds up in one order.
+        embed = self.backward(0, every)
+        embed.after += self.complete(0)
+        visits.append(embed)
+        return visits
+
+
+def build_step(
+    model: PlannedModel, costs: Costs, mean_length: float, *, pending: bool = False, commit: bool = False
+) -> StepGraph:
+    """The graph of one optimizer step.
+
+    Args:
+        model: shapes and plan.
+        costs: rates for the predicted seconds.
+        mean_length: tokens per document, weighted by tokens; for attention's FLOPs.
+        pending: on-fetch only: gradients of the step before wait to be applied.
+        commit: make the state durable when its last update is done (the step before's, for
+            on-fetch).
+    """
+    step = _Step(model, costs, mean_length, pending)
+    plan = model.plan
+    visits = step.visits(commit)
+    arrange(visits, plan.io.prefetch)
+    if plan.update != "on-backward":
+        step.clip()
+    if plan.update == "after-backward":
+        for block in model.blocks:
+            disk = plan.placement.gradients == "disk"
+            _emit(step.update(block.index, None if disk else step.gradient(block.index)))
+    if commit and plan.update != "on-fetch":
+        _emit(step.emitter.commit())
+    return step.emitter.build()
+
+
+def build_drain(model: PlannedModel, costs: Costs) -> StepGraph:
+    """on-fetch: apply the pending updates without a forward, then commit."""
+    step = _Step(model, costs, 1.0, pending=True)
+    disk = model.plan.placement.gradients == "disk"
+    for block in model.blocks:
+        _emit(step.update(block.index, None if disk else step.gradient(block.index)))
+    _emit(step.emitter.commit())
+    return step.emitter.build()

@@ -1,0 +1,1 @@
+"""Choosing a plan: candidates, bounds, simulation, explanation. No torch."""

@@ -1,0 +1,89 @@
+"""Lower bounds on a plan's memory and step time: cheap reasons not to simulate it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from packmule.graph.costs import Costs
+from packmule.graph.model import PLANES
+from packmule.shapes import bodies
+from packmule.shapes.layout import ITEMSIZE, layout
+from packmule.shapes.model import ModelShape
+from packmule.spec.plan import Plan
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Per-model bytes that do not depend on the plan, for one precision."""
+
+    planes: tuple[int, ...]
+    weights: tuple[int, ...]
+
+    @classmethod
+    def of(cls, shape: ModelShape, precision: str) -> Sizes:
+        """One plane, and the compute weights, of each block."""
+        types = bodies.DTYPES[precision]
+        blocks = shape.blocks()
+        return cls(
+            tuple(block.layout(types.master).bytes for block in blocks),
+            tuple(block.layout(types.compute).bytes for block in blocks),
+        )
+
+
+def ram_bound(shape: ModelShape, plan: Plan, sizes: Sizes) -> int:
+    """Bytes of the arena that no arrangement of this plan's buffers can avoid."""
+    types, place, numerics = bodies.DTYPES[plan.numerics.precision], plan.placement, plan.numerics
+    item = ITEMSIZE[types.compute]
+    tokens = max(numerics.micro_tokens)
+    step_tokens = sum(numerics.micro_tokens) if plan.order == "breadth" else tokens
+    total = sum(sizes.planes)
+    resident = total * len(PLANES) if place.state == "ram" else 0
+    resident += sum(sizes.weights) if place.weights == "ram" else 0
+    alias = place.state == "ram" and place.weights == "state" and types.compute == types.master
+    own_weights = 0 if alias or place.weights == "ram" else 1
+    if place.gradients == "ram" and plan.update != "on-backward":
+        resident += total
+        own_gradient = 0
+    else:
+        own_gradient = 1
+    stream = tokens * shape.hidden * item
+    layers_in = step_tokens * shape.hidden * item * (shape.layers if place.inputs == "ram" else 1)
+    kept = plan.recompute.count(False)
+    saved = layout(bodies.layer_saved(shape, tokens, types)).bytes
+    kept_saved = saved * kept * (step_tokens // tokens)
+    chunk = min(numerics.loss_chunk, tokens)
+    head = layers_in + kept_saved + layout(bodies.head_scratch(shape, chunk, types, train=True)).bytes
+    last = len(sizes.planes) - 1
+    users = (last, 0) if shape.tied else (last,)
+    head += sum(own_weights * sizes.weights[b] + own_gradient * sizes.planes[b] for b in users)
+    layer = layout(bodies.layer_backward_scratch(shape, tokens, types)).bytes + 2 * stream + saved
+    layer += layers_in + own_weights * sizes.weights[1] + own_gradient * sizes.planes[1]
+    layer += own_gradient * sizes.planes[0] if shape.tied else 0
+    return resident + max(head, layer)
+
+
+def seconds_bound(shape: ModelShape, plan: Plan, sizes: Sizes, costs: Costs, mean_length: float) -> float:
+    """Seconds of the busier of cores and disk, each without a gap."""
+    numerics, place = plan.numerics, plan.placement
+    item = ITEMSIZE[bodies.DTYPES[numerics.precision].compute]
+    cores = 0.0
+    again = sum(plan.recompute) / shape.layers
+    for tokens in numerics.micro_tokens:
+        matmul, attention = bodies.layer_flops(shape, tokens, mean_length)
+        moved = tokens * (10 * shape.hidden + 6 * shape.ffn) * item
+        cores += shape.layers * costs.compute(matmul * (3 + again), attention * (3.5 + again), moved * (3 + again))
+        cores += costs.compute(3 * bodies.head_flops(shape, tokens))
+    total = sum(sizes.planes)
+    cores += costs.compute(moved=total * (2 * len(PLANES) + 1.5))
+    visits = 1 if plan.order == "breadth" else len(numerics.micro_rows)
+    read = written = 0.0
+    if place.state == "disk":
+        read, written = float(total * len(PLANES)), float(total * len(PLANES))
+        if place.weights == "state":
+            read += total * (2 * visits - 1)
+    if place.weights == "disk":
+        read += sum(sizes.weights) * (2 * visits - 1)
+        written += sum(sizes.weights)
+    if place.gradients == "disk":
+        read, written = read + total, written + total
+    return max(cores, read / costs.read_bytes + written / costs.write_bytes)

@@ -1,0 +1,116 @@
+"""Every plan worth looking at: the discrete choices, less what another always beats."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import product
+
+from packmule.plan.situation import Situation
+from packmule.spec.plan import Io, Numerics, Placement, Plan, Update
+
+LOSS_CHUNKS = (512, 128)
+CHUNK_BYTES = (4 << 20, 1 << 20)
+
+
+def splits(rows: int, wanted: int | None) -> list[tuple[int, ...]]:
+    """Ways to cut a global batch into micro-batches as equal as can be, largest first."""
+    if wanted is not None:
+        counts = [-(-rows // wanted)]
+    else:
+        counts = sorted({min(rows, 1 << power) for power in range(rows.bit_length() + 1)})
+    found = []
+    for count in counts:
+        small, more = divmod(rows, count)
+        found.append(tuple(small + (index < more) for index in range(count)))
+    return found
+
+
+def numerics_choices(situation: Situation) -> list[Numerics]:
+    """Numerics the search may choose from; one when they are fixed."""
+    base = situation.numerics
+    if situation.fixed:
+        return [base]
+    choices = []
+    for micro_rows in splits(base.rows, situation.micro_rows):
+        tokens = max(micro_rows) * base.max_seq_length
+        for chunk in sorted({min(chunk, tokens) for chunk in LOSS_CHUNKS}, reverse=True):
+            choices.append(base.model_copy(update={"micro_rows": micro_rows, "loss_chunk": chunk}))
+    return choices
+
+
+def placements(situation: Situation, update: Update, low_precision: bool) -> list[Placement]:
+    """Placements that are not beaten by another one in both memory and time."""
+    wishes = situation.wishes
+    found = []
+    for state, weights, gradients, inputs in product(
+        ("ram", "disk"), ("state", "ram", "disk"), ("ram", "disk"), ("ram", "disk")
+    ):
+        asked = (wishes.state, wishes.weights, wishes.gradients, wishes.inputs)
+        if any(wish not in ("auto", got) for wish, got in zip(asked, (state, weights, gradients, inputs), strict=True)):
+            continue
+        open_weights, open_inputs = wishes.weights == "auto", wishes.inputs == "auto"
+        if not low_precision and weights != "state" and (state == "ram" or weights == "disk") and open_weights:
+            continue  # the master plane is the compute weights
+        if state == "ram" and weights == "disk" and open_weights:
+            continue  # a cast is cheaper than a read
+        if state == "ram" and inputs == "disk" and open_inputs:
+            continue  # state is the bigger saving
+        if update == "on-backward" and gradients == "disk":
+            continue  # nothing to keep
+        found.append(Placement(state=state, weights=weights, gradients=gradients, inputs=inputs))  # type: ignore[arg-type]
+    return found
+
+
+def updates(situation: Situation) -> list[Update]:
+    """Update modes that combine with clipping (docs/design.md has the table)."""
+    modes: list[Update] = ["on-backward", "after-backward", "on-fetch"]
+    if situation.numerics.clip is not None:
+        modes.remove("on-backward")
+    return [mode for mode in modes if situation.update in (None, mode)]
+
+
+def allowed(plan: Plan) -> bool:
+    """Combinations the builder does not offer, by the table in docs/design.md."""
+    many = len(plan.numerics.micro_rows) > 1
+    if plan.order == "depth" and not many:
+        return False  # the same as breadth
+    if plan.order == "depth" and plan.update == "on-backward":
+        return False
+    if plan.order == "depth" and plan.placement.gradients == "disk":
+        return False  # an accumulating gradient is in use until the last micro-batch
+    return not (plan.update == "on-backward" and plan.numerics.clip is not None)
+
+
+def recompute_choices(layers: int, wanted: bool | None) -> list[tuple[bool, ...]]:
+    """How many of the last layers keep their activations (their lives are the shortest)."""
+    if wanted is not None:
+        return [(wanted,) * layers]
+    kept = sorted({layers, (3 * layers) // 4, layers // 2, layers // 4, 0}, reverse=True)
+    return [(True,) * (layers - count) + (False,) * count for count in kept]
+
+
+def candidates(situation: Situation) -> Iterator[Plan]:
+    """Plans without predictions, in a fixed order."""
+    low = situation.numerics.precision == "bf16-mixed"
+    for numerics, update in product(numerics_choices(situation), updates(situation)):
+        for placement in placements(situation, update, low):
+            streams = "disk" in (placement.state, placement.weights, placement.gradients, placement.inputs)
+            ios = [Io(prefetch=1)]
+            if streams:
+                ios = [Io(prefetch=p, chunk_bytes=c) for p, c in product((2, 1, 0), CHUNK_BYTES)]
+            orders = ("breadth", "depth")
+            for order, recompute, io in product(
+                orders, recompute_choices(situation.shape.layers, situation.recompute), ios
+            ):
+                plan = Plan(
+                    budget_bytes=situation.budget_bytes,
+                    numerics=numerics,
+                    placement=placement,
+                    order=order,  # type: ignore[arg-type]
+                    recompute=recompute,
+                    update=update,
+                    io=io,
+                    checkpoint=situation.checkpoint,
+                )
+                if allowed(plan):
+                    yield plan

@@ -1,0 +1,193 @@
+"""What a plan will take: its graphs built and simulated, phase by phase."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from packmule.graph.kinds import COMPUTE, BufferKind, TaskKind, Tier
+from packmule.graph.model import PlannedModel
+from packmule.graph.run import run_graphs
+from packmule.graph.simulate import simulate
+from packmule.graph.step import StepGraph
+from packmule.graph.training import build_step
+from packmule.plan.situation import Situation
+from packmule.spec.plan import PhaseMemory, Plan, Predicted
+from packmule.spec.timeline import Timeline
+
+STAGING_BYTES = 24 << 20
+"""Import and export hold at most this much outside the arena (one chunk and its conversions)."""
+
+PART_NAMES = {
+    BufferKind.STATE: "state",
+    BufferKind.STATE_CHUNK: "state in transit",
+    BufferKind.MASTER_CHUNK: "state in transit",
+    BufferKind.WEIGHTS: "weights",
+    BufferKind.GRADIENT: "gradients",
+    BufferKind.GRADIENT_CHUNK: "gradients",
+    BufferKind.INPUT: "activations",
+    BufferKind.SAVED: "activations",
+    BufferKind.DY: "activations",
+    BufferKind.SCRATCH: "scratch",
+    BufferKind.NORMS: "scratch",
+    BufferKind.SCALE: "scratch",
+    BufferKind.KV: "keys and values",
+    BufferKind.LOGITS: "scratch",
+}
+
+
+_PHASES = {
+    "load": "load",
+    "step": "step",
+    "step, commit": "commit",
+    "evaluate": "evaluation",
+    "prompt": "sample",
+}
+"""Graph name -> phase of a run's life."""
+
+
+def baseline(situation: Situation) -> int:
+    """Bytes of the parent and child before a run allocates anything of its own."""
+    return situation.hardware.parent_baseline_bytes + situation.hardware.child_baseline_bytes
+
+
+def batch_bytes(plan: Plan) -> int:
+    """Token ids, targets, positions and RoPE tables of one step's micro-batches."""
+    tokens = sum(plan.numerics.micro_tokens)
+    return tokens * (8 + 8 + 4)
+
+
+def graphs(situation: Situation, plan: Plan) -> dict[str, StepGraph]:
+    """Every graph that the run goes through, by name."""
+    model = PlannedModel(situation.shape, plan)
+    return run_graphs(
+        model,
+        situation.costs,
+        situation.mean_length,
+        situation.evaluation_rows,
+        situation.sample_tokens,
+    )
+
+
+def workspace(graph: StepGraph) -> int:
+    """Most bytes any one task holds outside the arena."""
+    return int(graph.workspace.max(initial=0))
+
+
+def peak_parts(graph: StepGraph, timeline: Timeline) -> dict[str, int]:
+    """Live arena bytes by kind at the moment most are live."""
+    name = Tier.RAM.name.lower()
+    live = timeline.ledger_bytes[name]
+    moment = int(np.argmax(live))
+    when = set(timeline.ledger_task[: moment + 1].tolist())
+    parts: dict[str, int] = {}
+    ends = timeline.end
+    now = timeline.ledger_seconds[moment]
+    for buffer in np.flatnonzero(graph.buffer_tier == Tier.RAM).tolist():
+        first, last = int(graph.buffer_first[buffer]), int(graph.buffer_last[buffer])
+        if not graph.buffer_persistent[buffer] and (first not in when or ends[last] < now):
+            continue
+        part = PART_NAMES[BufferKind(int(graph.buffer_kind[buffer]))]
+        parts[part] = parts.get(part, 0) + int(graph.buffer_bytes[buffer])
+    return parts
+
+
+def step_only(situation: Situation, plan: Plan) -> tuple[float, int]:
+    """(seconds, bytes of the process tree) of a steady step; the quick check of a search."""
+    model = PlannedModel(situation.shape, plan)
+    graph = build_step(
+        model, situation.costs, situation.mean_length, pending=plan.update == "on-fetch"
+    )
+    ram = baseline(situation) + graph.extent(Tier.RAM) + workspace(graph) + batch_bytes(plan)
+    return simulate(graph).seconds, ram
+
+
+def predict(situation: Situation, plan: Plan) -> Predicted:
+    """Simulate every phase of a run under a plan."""
+    every = graphs(situation, plan)
+    timelines = {name: simulate(graph) for name, graph in every.items()}
+    arena = max(graph.extent(Tier.RAM) for graph in every.values())
+    disk = max(graph.extent(Tier.DISK) for graph in every.values())
+    slots = 2 * max(graph.extent(Tier.SLOTS) for graph in every.values())
+    outside = max(STAGING_BYTES, *(workspace(graph) for graph in every.values())) + batch_bytes(plan)
+    base = baseline(situation)
+    # The arena is touched once and stays: every phase but the import has all of it resident.
+    phases = []
+    for name in every:
+        phase = _PHASES.get(name.split(" ")[0] if name.startswith("evaluate") else name)
+        if phase is None or any(known.phase == phase for known in phases):
+            continue
+        parts = peak_parts(every[name], timelines[name])
+        used = sum(parts.values())
+        parts = {"baseline": base, **parts, "unused arena": max(0, arena - used), "workspace": outside}
+        phases.append(_phase(phase, parts, slots + disk))
+    loading = next(phase for phase in phases if phase.phase == "load")
+    phases.append(loading.model_copy(update={"phase": "resume"}))
+    export = {"baseline": base, "unused arena": arena, "workspace": outside}
+    phases.append(_phase("export", export, slots + disk + 4 * situation.shape.numel))
+    step, timeline = every["step"], timelines["step"]
+    return _times(plan, step, timeline, timelines, base + arena + outside, tuple(phases))
+
+
+def _phase(name: str, parts: dict[str, int], disk: int) -> PhaseMemory:
+    return PhaseMemory(phase=name, ram_bytes=sum(parts.values()), parts=parts, disk_bytes=disk)  # type: ignore[arg-type]
+
+
+def _times(
+    plan: Plan,
+    graph: StepGraph,
+    timeline: Timeline,
+    timelines: dict[str, Timeline],
+    peak: int,
+    phases: tuple[PhaseMemory, ...],
+) -> Predicted:
+    kinds = [TaskKind(kind) for kind in graph.kind.tolist()]
+    seconds = graph.seconds
+    on_disk = np.array([name_is_io(kind) or kind == TaskKind.COMMIT for kind in kinds])
+    compute = np.array([kind in COMPUTE for kind in kinds])
+    cores = float(seconds[~on_disk].sum())
+    every = plan.checkpoint.commit_steps
+    extra = (timelines["step, commit"].seconds - timeline.seconds) / every
+    read, written = _traffic(graph, kinds)
+    if plan.placement.state == "ram":
+        written += int(graph_state_bytes(graph)) // every
+    disk = float(seconds[on_disk].sum())
+    return Predicted(
+        step_seconds=timeline.seconds + max(0.0, extra),
+        compute_seconds=float(seconds[compute].sum()),
+        disk_seconds=disk,
+        update_seconds=float(seconds[[kind == TaskKind.UPDATE for kind in kinds]].sum()),
+        exposed_io_seconds=max(0.0, timeline.seconds - cores),
+        bottleneck="disk" if disk > cores else "cores",
+        peak_ram_bytes=peak,
+        phases=phases,
+        disk_bytes_written_per_step=written,
+        disk_bytes_read_per_step=read,
+    )
+
+
+def name_is_io(kind: TaskKind) -> bool:
+    """Whether a kind of task moves bytes to or from disk."""
+    return kind.name.startswith(("READ", "WRITE"))
+
+
+def graph_state_bytes(graph: StepGraph) -> int:
+    """Bytes of resident state in a graph."""
+    mask = (graph.buffer_kind == BufferKind.STATE) & (graph.buffer_tier == Tier.RAM)
+    return int(graph.buffer_bytes[mask].sum())
+
+
+def _traffic(graph: StepGraph, kinds: list[TaskKind]) -> tuple[int, int]:
+    """(read, written) bytes of one execution."""
+    read = written = 0
+    for task, kind in enumerate(kinds):
+        if not name_is_io(kind):
+            continue
+        # The transfer is as large as the smaller of its two ends' shares.
+        sizes = [int(graph.buffer_bytes[b]) for b in graph.touched(task)]
+        size = min(sizes)
+        if kind.name.startswith("READ"):
+            read += size
+        else:
+            written += size
+    return read, written
+

@@ -1,0 +1,193 @@
+"""search: the fastest plan that fits, or why there is none and what would help."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from packmule.errors import DoesNotFit
+from packmule.plan.bounds import Sizes, ram_bound, seconds_bound
+from packmule.plan.candidates import candidates
+from packmule.plan.predict import STAGING_BYTES, baseline, batch_bytes, predict, step_only
+from packmule.plan.situation import Situation
+from packmule.spec.plan import Plan
+from packmule.spec.units import format_bytes, format_seconds
+
+SIMULATIONS = 48
+"""Most candidates simulated; the bounds order them, so the best is nearly always among the first."""
+
+COMMIT_SHARE = 0.03
+"""Share of a run's time that commits may take when the planner chooses how often."""
+
+
+@dataclass(frozen=True)
+class Found:
+    """A search's result: the plan, some of the others that fit, and how many were looked at."""
+
+    plan: Plan
+    runners_up: tuple[Plan, ...]
+    possible: int
+    bounded: int
+    simulated: int
+
+
+def search(situation: Situation) -> Found:
+    """The fastest plan whose every phase fits the budget.
+
+    Raises:
+        DoesNotFit: says how much is missing and names changes that would fit, with their cost.
+    """
+    found = _search(situation)
+    if found is None:
+        raise _refusal(situation)
+    return found
+
+
+def _search(situation: Situation) -> Found | None:
+    sizes = Sizes.of(situation.shape, situation.numerics.precision)
+    room = situation.budget_bytes - baseline(situation) - STAGING_BYTES
+    possible, open_plans = 0, []
+    for plan in candidates(situation):
+        possible += 1
+        ram = ram_bound(situation.shape, plan, sizes) + batch_bytes(plan)
+        if ram > room:
+            continue
+        seconds = seconds_bound(situation.shape, plan, sizes, situation.costs, situation.mean_length)
+        open_plans.append((seconds, ram, len(open_plans), plan))
+    open_plans.sort(key=lambda item: item[:3])
+    best: Plan | None = None
+    others: list[tuple[float, Plan]] = []
+    simulated = 0
+    for bound, _, _, plan in open_plans:
+        fastest = best.predicted.step_seconds if best and best.predicted else float("inf")
+        if bound >= fastest or (best is not None and simulated >= SIMULATIONS):
+            break
+        simulated += 1
+        seconds, ram = step_only(situation, plan)
+        if ram > situation.budget_bytes or seconds >= fastest:
+            continue
+        complete = _complete(situation, plan)
+        if complete is None or complete.predicted is None:
+            continue
+        if complete.predicted.step_seconds < fastest:
+            if best is not None:
+                others.append((fastest, best))
+            best = complete
+    if best is None:
+        return None
+    others.sort(key=lambda item: item[0])
+    return Found(best, tuple(plan for _, plan in others[:5]), possible, possible - len(open_plans), simulated)
+
+
+def _complete(situation: Situation, plan: Plan) -> Plan | None:
+    """The plan with commit interval and predictions, or None if another phase does not fit."""
+    plan = _with_commits(situation, plan)
+    predicted = predict(situation, plan)
+    if predicted.peak_ram_bytes > situation.budget_bytes:
+        return None
+    return plan.model_copy(update={"predicted": predicted})
+
+
+def _with_commits(situation: Situation, plan: Plan) -> Plan:
+    """How often state in RAM is written: so rarely that it takes COMMIT_SHARE of the time."""
+    if not situation.commit_auto:
+        return plan
+    steps = 1
+    if plan.placement.state == "ram":
+        sizes = Sizes.of(situation.shape, plan.numerics.precision)
+        cost = situation.costs.write(3 * sum(sizes.planes))
+        seconds = seconds_bound(situation.shape, plan, sizes, situation.costs, situation.mean_length)
+        steps = max(1, round(cost / (COMMIT_SHARE * seconds)))
+    steps = min(steps, max(1, situation.total_steps))
+    return plan.model_copy(
+        update={"checkpoint": plan.checkpoint.model_copy(update={"commit_steps": steps})}
+    )
+
+
+def leanest(situation: Situation) -> tuple[Plan, int]:
+    """The plan with the least memory, by bounds, and what it really needs.
+
+    Returns:
+        (plan, bytes of the process tree)
+    """
+    sizes = Sizes.of(situation.shape, situation.numerics.precision)
+    ranked = sorted(
+        (
+            (ram_bound(situation.shape, plan, sizes) + batch_bytes(plan), index, plan)
+            for index, plan in enumerate(candidates(situation))
+        ),
+        key=lambda item: item[:2],
+    )
+    best: tuple[Plan, int] | None = None
+    for _, _, plan in ranked[:24]:
+        predicted = predict(situation, plan)
+        if best is None or predicted.peak_ram_bytes < best[1]:
+            best = plan, predicted.peak_ram_bytes
+    if best is None:
+        raise DoesNotFit(
+            "No plan has the placements and options asked for.",
+            "see the table of combinations in docs/design.md, or leave some of them `auto`",
+        )
+    return best
+
+
+def _refusal(situation: Situation) -> DoesNotFit:
+    """How much is missing, and up to three changes that would fit."""
+    _, needed = leanest(situation)
+    ways = [f"--ram {format_bytes(_rounded(needed)).replace(' ', '')}"]
+    budget = situation.budget_bytes
+    wider = replace(situation, budget_bytes=_rounded(needed))
+    reference = _search(wider)
+    if reference and reference.plan.predicted:
+        ways[0] += f" ({format_seconds(reference.plan.predicted.step_seconds)} per step)"
+    for name, change in _changes(situation):
+        if len(ways) == 3:
+            break
+        found = _search(change)
+        if found is not None and found.plan.predicted is not None:
+            ways.append(f"{name} ({format_seconds(found.plan.predicted.step_seconds)} per step)")
+    missing = format_bytes(needed - budget)
+    return DoesNotFit(
+        f"The job needs at least {format_bytes(needed)} of RAM, {missing} more than the budget of "
+        f"{format_bytes(budget)} (of which Python and torch take {format_bytes(baseline(situation))}).",
+        "these would fit: " + "; ".join(ways),
+    )
+
+
+def _rounded(size: int) -> int:
+    """Up to the next 10 MB, so that the figure can be typed."""
+    return -(-size // 10_000_000) * 10_000_000
+
+
+def _changes(situation: Situation) -> list[tuple[str, Situation]]:
+    """Changes to a job that cost something but save memory, mildest first."""
+    if situation.fixed:
+        return []
+    numerics = situation.numerics
+    found: list[tuple[str, Callable[[], Situation]]] = []
+    wishes = situation.wishes
+    free = type(wishes)(ram=wishes.ram, disk_path=wishes.disk_path, threads=wishes.threads)
+    if free != wishes or situation.recompute is not None or situation.micro_rows or situation.update:
+        found.append(
+            (
+                "leave placement, recompute, update and micro-batch size `auto`",
+                lambda: replace(situation, wishes=free, recompute=None, micro_rows=None, update=None),
+            )
+        )
+    if numerics.clip is not None:
+        found.append(
+            ("--max-grad-norm 0", lambda: replace(situation, numerics=numerics.model_copy(update={"clip": None})))
+        )
+    for divisor in (2, 4, 8):
+        length = numerics.max_seq_length // divisor
+        if length >= 32:
+            shorter = numerics.model_copy(update={"max_seq_length": length})
+            found.append(
+                (
+                    f"--max-seq-length {length}",
+                    lambda n=shorter, d=divisor: replace(
+                        situation, numerics=n, mean_length=situation.mean_length / d
+                    ),
+                )
+            )
+    return [(name, make()) for name, make in found]

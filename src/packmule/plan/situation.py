@@ -1,0 +1,92 @@
+"""What a planner is told: the job's facts as plain numbers, apart from how they were found."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from packmule.graph.costs import Costs
+from packmule.shapes.model import ModelShape
+from packmule.spec.hardware import Hardware
+from packmule.spec.job import HardwareSection
+from packmule.spec.plan import (
+    CheckpointPlan,
+    Numerics,
+    OptimizerNumerics,
+    Precision,
+    ScheduleNumerics,
+    Update,
+)
+
+
+@dataclass(frozen=True)
+class Situation:
+    """One planning problem.
+
+    Attributes:
+        shape: the model.
+        hardware: the machine.
+        costs: its rates for the compute dtype and disk.
+        budget_bytes: bound on VmHWM of the process tree.
+        numerics: what fixes bits, with `micro_rows` and `loss_chunk` still open unless `fixed`.
+        fixed: numerics may not be chosen (a run is resumed).
+        micro_rows: rows of a micro-batch asked for, or None for any.
+        recompute: True or False for all layers, or None for any.
+        update: the update mode asked for, or None.
+        wishes: placements asked for.
+        checkpoint: when state becomes durable.
+        commit_auto: the planner chooses how often.
+        mean_length: tokens per document, weighted by tokens.
+        evaluation_rows: validation rows of one evaluation; 0: none.
+        sample_tokens: positions of a generated sample, prompt included; 0: none.
+        disk_free_bytes: room for state, work and snapshots.
+        total_steps: of the whole run.
+    """
+
+    shape: ModelShape
+    hardware: Hardware
+    costs: Costs
+    budget_bytes: int
+    numerics: Numerics
+    fixed: bool
+    micro_rows: int | None
+    recompute: bool | None
+    update: Update | None
+    wishes: HardwareSection
+    checkpoint: CheckpointPlan
+    commit_auto: bool
+    mean_length: float
+    evaluation_rows: int
+    sample_tokens: int
+    disk_free_bytes: int
+    total_steps: int
+
+
+def base_numerics(
+    *,
+    precision: Precision,
+    rows: int,
+    max_seq_length: int,
+    clip: float | None,
+    optimizer: OptimizerNumerics,
+    schedule: ScheduleNumerics,
+    seed: int,
+    threads: int,
+    kernels: str,
+    torch: str,
+    hardware: Hardware,
+) -> Numerics:
+    """Numerics with one micro-batch and the largest loss chunk; the search cuts both."""
+    return Numerics(
+        precision=precision,
+        micro_rows=(rows,),
+        max_seq_length=max_seq_length,
+        loss_chunk=512,
+        clip=clip,
+        optimizer=optimizer,
+        schedule=schedule,
+        seed=seed,
+        threads=threads,
+        kernels="native" if kernels != "torch" else "torch",
+        torch=torch,
+        cpu_features=hardware.cpu_features,
+    )
