@@ -29,6 +29,7 @@ from packmule.spec.job_text import collect
 from packmule.spec.plan import Precision
 from packmule.spec.records import Record
 from packmule.spec.units import parse_bytes
+from packmule.spec.yaml_text import dump_yaml
 
 Where = Literal["auto", "ram", "disk"]
 AutoPrecision = Literal["auto", "fp32", "bf16-mixed", "fp64"]
@@ -107,7 +108,7 @@ def _paths(value: Any) -> Any:
 
 
 def _clip(value: Any) -> Any:
-    off = value is None or (not isinstance(value, (bool, str)) and value <= 0)
+    off = isinstance(value, (int, float)) and not isinstance(value, bool) and value <= 0
     return None if off else value
 
 
@@ -336,10 +337,7 @@ class Job(Record):
 
     def to_yaml(self) -> str:
         """The resolved job as YAML; `load_job` reads it back to an equal job."""
-        import yaml
-
-        text: str = yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
-        return text
+        return dump_yaml(self.model_dump(mode="json"))
 
     def require_data(self) -> None:
         """Raise ConfigError unless there is something to train on."""

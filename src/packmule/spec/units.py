@@ -26,7 +26,7 @@ def parse_bytes(value: float | str) -> int:
         ConfigError: not an amount, an unknown unit, not finite, or less than one byte.
     """
     hint = "write a number of bytes or an amount with a unit, like 2.2GB or 1GiB"
-    if isinstance(value, bool):
+    if isinstance(value, bool) or not isinstance(value, (int, float, str)):
         raise ConfigError(f"{value!r} is not an amount of bytes.", hint)
     if isinstance(value, (int, float)):
         amount, factor = float(value), 1

@@ -21,14 +21,19 @@ class _Loader(yaml.SafeLoader):
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen: set[str] = set()
         for key, _ in node.value:
+            if not isinstance(key, yaml.ScalarNode):
+                raise yaml.constructor.ConstructorError(None, None, "a key is no name", key.start_mark)
             # A merge key may come several times.
             if key.tag != "tag:yaml.org,2002:merge" and key.value in seen:
                 raise yaml.constructor.ConstructorError(
                     None, None, f"the key `{key.value}` is written twice", key.start_mark
                 )
-            if isinstance(key, yaml.ScalarNode):
-                seen.add(key.value)
+            seen.add(key.value)
         return super().construct_mapping(node, deep=deep)
+
+
+class _Dumper(yaml.SafeDumper):
+    """Quotes text that `_Loader` or a YAML 1.1 reader would take for something else."""
 
 
 for _tag, _pattern, _first in (
@@ -44,7 +49,10 @@ for _tag, _pattern, _first in (
     ),
     ("merge", "<<", "<"),
 ):
-    _Loader.add_implicit_resolver(f"tag:yaml.org,2002:{_tag}", re.compile(f"(?:{_pattern})\\Z"), list(_first))
+    for _class in (_Loader, _Dumper):
+        _class.add_implicit_resolver(
+            f"tag:yaml.org,2002:{_tag}", re.compile(f"(?:{_pattern})\\Z"), list(_first)
+        )
 
 
 def load_yaml(text: str, source: str) -> Any:
@@ -53,8 +61,9 @@ def load_yaml(text: str, source: str) -> Any:
     Raises:
         ConfigError: names source, line and column.
     """
-    loader = _Loader(text)
+    loader = None
     try:
+        loader = _Loader(text)
         return loader.get_single_data()
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
@@ -64,7 +73,14 @@ def load_yaml(text: str, source: str) -> Any:
     except (yaml.YAMLError, ValueError) as error:
         raise ConfigError(f"{source} is not YAML: {error}.", "write `key: value` lines") from None
     finally:
-        loader.dispose()
+        if loader is not None:
+            loader.dispose()
+
+
+def dump_yaml(data: Any) -> str:
+    """YAML in the order of the data; `load_yaml` reads it back equal."""
+    text: str = yaml.dump(data, Dumper=_Dumper, sort_keys=False, allow_unicode=True)
+    return text
 
 
 def read_scalar(text: str) -> Any:

@@ -1,0 +1,236 @@
+"""A job is checked at construction, and every refusal names field, value and fix."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from packmule.errors import ConfigError
+from packmule.spec.job import SECTIONS, Job, Model, changed_promises, job_hash, load_job, promises
+
+
+def job(**sections: dict[str, Any]) -> Job:
+    return Job.parse({"model": {"path": "m"}, **sections}, "job.yaml")
+
+
+BAD_FIELDS = (
+    ("model", "path", "", "at least 1 character"),
+    ("model", "init", "zeros", "'pretrained' or 'random'"),
+    ("data", "val_size", -0.1, "share"),
+    ("data", "val_size", 2.5, "whole number"),
+    ("data", "val_size", True, "share"),
+    ("data", "path", [""], "at least 1 character"),
+    ("train", "max_seq_length", 1, "greater than or equal to 2"),
+    ("train", "global_batch_size", 0, "greater than or equal to 1"),
+    ("train", "micro_batch_size", "small", "`auto` or a whole number"),
+    ("train", "micro_batch_size", 2.5, "`auto` or a whole number"),
+    ("train", "micro_batch_size", 0, "`auto` or a whole number"),
+    ("train", "max_steps", True, "not a number"),
+    ("train", "max_steps", 0, "greater than or equal to 1"),
+    ("train", "epochs", 0, "greater than 0"),
+    ("train", "epochs", float("inf"), "finite"),
+    ("train", "precision", "fp16", "bf16-mixed"),
+    ("train", "precision", "bf16-true", "bf16-mixed"),
+    ("train", "precision", "fp7", "'bf16-mixed'"),
+    ("train", "recompute", "sometimes", "`auto`, `true` or `false`"),
+    ("train", "update", "later", "'on-backward'"),
+    ("train", "seed", -1, "greater than or equal to 0"),
+    ("optim", "optim", "sgd", "'adamw'"),
+    ("optim", "learning_rate", "nan", "finite"),
+    ("optim", "learning_rate", -1, "greater than or equal to 0"),
+    ("optim", "lr_scheduler", "step", "'cosine'"),
+    ("optim", "warmup_ratio", 1.5, "less than or equal to 1"),
+    ("optim", "adam_beta2", 1.0, "less than 1"),
+    ("optim", "adam_epsilon", 0, "greater than 0"),
+    ("optim", "max_grad_norm", "big", "number"),
+    ("checkpoint", "commit_steps", 0, "`auto` or a whole number"),
+    ("checkpoint", "save_total_limit", 0, "greater than or equal to 1"),
+    ("hardware", "ram", "2 XB", "GiB"),
+    ("hardware", "ram", 0, "2.2GB"),
+    ("hardware", "threads", "all", "`auto` or a whole number"),
+    ("hardware", "state", "gpu", "'disk'"),
+    ("logging", "report_to", "wandb", "only `jsonl`"),
+    ("logging", "logging_steps", 0, "greater than or equal to 1"),
+)
+
+
+@pytest.mark.parametrize(("section", "key", "value", "fix"), BAD_FIELDS)
+def test_a_bad_value_names_source_field_value_and_fix(
+    section: str, key: str, value: object, fix: str
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        job(**{section: {"path": "m", key: value} if section == "model" else {key: value}})
+    message = str(caught.value)
+    assert f"job.yaml: `{section}.{key}" in message
+    assert fix in message
+    assert "literal[" not in message
+    assert "hint: change" in message
+
+
+def test_every_field_refuses_a_mapping() -> None:
+    for section, kind in SECTIONS.items():
+        for key in kind.model_fields:
+            with pytest.raises(ConfigError, match=rf"`{section}\.{key}"):
+                job(**{section: {"path": "m", key: {"a": 1}} if section == "model" else {key: {"a": 1}}})
+
+
+def test_a_job_cannot_be_changed() -> None:
+    with pytest.raises(ValidationError):
+        job().train.seed = 3  # type: ignore[misc]
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({}, (8, "auto", None)),
+        ({"micro_batch_size": 4}, (8, 4, None)),
+        ({"micro_batch_size": 2, "gradient_accumulation_steps": 8}, (16, 2, 8)),
+        ({"global_batch_size": 8, "gradient_accumulation_steps": 4}, (8, 2, 4)),
+        ({"global_batch_size": 8, "gradient_accumulation_steps": 3}, (8, 3, 3)),
+        ({"global_batch_size": 8, "micro_batch_size": 3}, (8, 3, None)),
+        ({"gradient_accumulation_steps": 2}, (8, 4, 2)),
+    ],
+)
+def test_the_third_batch_size_follows_from_two(given: dict[str, int], expected: tuple[object, ...]) -> None:
+    train = job(train=given).train
+    assert (train.global_batch_size, train.micro_batch_size, train.gradient_accumulation_steps) == expected
+
+
+@pytest.mark.parametrize(
+    ("sections", "named"),
+    [
+        (
+            {"train": {"global_batch_size": 8, "micro_batch_size": 4, "gradient_accumulation_steps": 4}},
+            "takes 2",
+        ),
+        ({"train": {"global_batch_size": 8, "gradient_accumulation_steps": 5}}, "takes 4"),
+        ({"train": {"global_batch_size": 2, "micro_batch_size": 4}}, "more than"),
+        ({"train": {"max_steps": 3, "epochs": 1}}, "`train.max_steps` = 3 and `train.epochs` = 1.0"),
+        ({"train": {"max_tokens": 3, "epochs": 1}}, "`train.max_tokens` = 3"),
+        ({"optim": {"warmup_steps": 3, "warmup_ratio": 0.1}}, "warm up"),
+        ({"optim": {"min_lr": 1.0}}, "`optim.min_lr` = 1.0 is above"),
+    ],
+)
+def test_fields_that_contradict_each_other_are_refused(sections: dict[str, Any], named: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        job(**sections)
+    assert named in caught.value.cause
+    assert caught.value.hint
+
+
+def test_without_a_length_one_epoch_is_trained() -> None:
+    assert job().train.epochs == 1
+    assert job(train={"max_steps": 7}).train.epochs is None
+    assert job(train={"max_steps": -1, "epochs": 0.25}).train.epochs == 0.25
+
+
+@pytest.mark.parametrize(
+    ("features", "expected"),
+    [
+        ((), "fp32"),
+        (("avx2", "avx512f"), "fp32"),
+        (("avx512_bf16",), "bf16-mixed"),
+        (("amx_bf16",), "bf16-mixed"),
+    ],
+)
+def test_auto_precision_is_bf16_where_the_cpu_multiplies_it(features: tuple[str, ...], expected: str) -> None:
+    assert job().train.resolved_precision(features) == expected
+    assert job(train={"precision": "float32"}).train.resolved_precision(features) == "fp32"
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("bf16", "bf16-mixed"),
+        ("bf16_mixed", "bf16-mixed"),
+        ("float64", "fp64"),
+        (32, "fp32"),
+        ("AUTO", "auto"),
+    ],
+)
+def test_precisions_have_the_names_of_other_tools(name: object, expected: str) -> None:
+    assert job(train={"precision": name}).train.precision == expected
+
+
+@pytest.mark.parametrize("value", [None, 0, -1, 0.0, "0"])
+def test_clipping_is_off_at_null_or_zero(value: object) -> None:
+    assert job(optim={"max_grad_norm": value}).optim.max_grad_norm is None
+
+
+def test_a_warmup_ratio_is_rounded_up_like_in_transformers() -> None:
+    assert job(optim={"warmup_ratio": 0.03}).optim.warmup(101) == 4
+    assert job(optim={"warmup_steps": 7}).optim.warmup(101) == 7
+    assert job().optim.warmup(101) == 0
+
+
+def test_planning_needs_no_data_but_training_does() -> None:
+    with pytest.raises(ConfigError, match="`data\\.path` is missing"):
+        job().require_data()
+    job(data={"path": "a.txt"}).require_data()
+    assert job(data={"path": "a.txt"}).data.path == ("a.txt",)
+
+
+def test_the_resolved_job_reads_back_equal() -> None:
+    first = job(
+        data={"path": ["a", "b: c"], "val_size": 12},
+        train={
+            "micro_batch_size": 2,
+            "gradient_accumulation_steps": 3,
+            "sample_prompt": "none",
+            "recompute": False,
+        },
+        optim={"learning_rate": 1e-4, "max_grad_norm": None, "warmup_ratio": 0.1},
+        hardware={"ram": "2.2GB"},
+        logging={"run_name": "1e-4"},
+    )
+    assert load_job(first.to_yaml(), "config.yaml") == first
+    assert Job.parse_json(first.to_json(), "job.json") == first
+
+
+FREE = {
+    "train": {
+        "micro_batch_size": 2,
+        "recompute": True,
+        "output_dir": "x",
+        "update": "on-fetch",
+        "eval_steps": 3,
+    },
+    "checkpoint": {"save_steps": 5},
+    "hardware": {"ram": "1GB", "state": "disk", "threads": 3},
+    "logging": {"logging_steps": 7, "run_name": "r"},
+}
+
+
+@pytest.mark.parametrize(("section", "key"), [(s, k) for s, keys in FREE.items() for k in keys])
+def test_what_may_change_on_resume_leaves_the_hash_alone(section: str, key: str) -> None:
+    assert job_hash(job(**{section: {key: FREE[section][key]}})) == job_hash(job())
+
+
+@pytest.mark.parametrize(
+    ("section", "key", "value"),
+    [
+        ("train", "seed", 1),
+        ("train", "global_batch_size", 4),
+        ("train", "max_seq_length", 256),
+        ("train", "max_steps", 9),
+        ("optim", "learning_rate", 1e-3),
+        ("optim", "adam_beta1", 0.8),
+        ("data", "path", "other"),
+        ("data", "val_size", 0.1),
+        ("model", "init", "random"),
+    ],
+)
+def test_a_broken_promise_changes_the_hash_and_is_named(section: str, key: str, value: object) -> None:
+    fields = {"path": "m", key: value} if section == "model" else {key: value}
+    before, after = job(), job(**{section: fields})
+    assert job_hash(after) != job_hash(before)
+    assert any(line.startswith(f"`{section}.{key}` was ") for line in changed_promises(before, after))
+    assert changed_promises(before, before) == []
+
+
+def test_a_moved_folder_is_the_same_folder() -> None:
+    before, after = Job(model=Model(path="/a/m")), Job(model=Model(path="../b/m"))
+    assert job_hash(before) == job_hash(after)
+    assert promises(before)["model.path"] == "m"
