@@ -15,7 +15,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-MODULES = """
+_NAMES = """
 abc argparse ast asyncio.base_events asyncio.events asyncio.locks asyncio.queues asyncio.streams
 asyncio.subprocess asyncio.tasks base64 bdb bisect bz2 calendar cmd code codecs codeop collections
 collections.abc colorsys compileall concurrent.futures._base concurrent.futures.process
@@ -37,7 +37,8 @@ unittest.runner unittest.suite urllib.error urllib.parse urllib.request urllib.r
 warnings wave weakref webbrowser wsgiref.handlers wsgiref.headers wsgiref.simple_server
 wsgiref.validate xml.dom.minidom xml.dom.pulldom xml.etree.ElementTree xml.sax.handler
 xml.sax.saxutils xmlrpc.client xmlrpc.server zipapp zipfile zipimport zoneinfo
-""".split()
+"""
+MODULES = tuple(_NAMES.split())
 MIN_CHARACTERS = 80
 TARGET = Path("pydocs.jsonl")
 

@@ -12,6 +12,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from packmule.errors import DamagedFile, DataError, DiskError
 
 _DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.EFBIG)
@@ -158,14 +160,16 @@ class Reader:
             raise DataError(f"cannot open {path}: {error.strerror}.", "check the path") from None
         self.bytes = os.fstat(self._descriptor).st_size
 
-    def read_into(self, buffer: memoryview, offset: int) -> None:
-        """Fill `buffer` (bytes, writable) from `offset`.
+    def read_into(self, out: np.ndarray, offset: int) -> None:
+        """Fill `out` (any dtype, contiguous) with the bytes from `offset` on.
 
         Raises:
             DamagedFile: the file ends first.
             DiskError: the disk cannot read it.
         """
-        view, at = buffer, offset
+        if not out.size:
+            return
+        view, at = out.data.cast("B"), offset
         while len(view):
             try:
                 got = os.preadv(self._descriptor, [view], at)
@@ -173,16 +177,17 @@ class Reader:
                 raise DiskError(f"cannot read {self.path}: {error.strerror}.", "check the disk") from None
             if not got:
                 raise DamagedFile(
-                    f"{self.path} ends at byte {self.bytes}, but bytes {offset} to {offset + len(buffer)} are needed.",
+                    f"{self.path} ends at byte {self.bytes}, but bytes {offset} to {offset + out.nbytes} "
+                    "are needed.",
                     "the file is truncated; get it again",
                 )
             view, at = view[got:], at + got
 
     def read(self, offset: int, length: int) -> bytes:
         """`length` bytes from `offset`; raises as `read_into`."""
-        buffer = bytearray(length)
-        self.read_into(memoryview(buffer), offset)
-        return bytes(buffer)
+        out = np.empty(length, np.uint8)
+        self.read_into(out, offset)
+        return out.tobytes()
 
     def forget(self, offset: int, length: int) -> None:
         """Tell the kernel that this range will not be read again soon."""

@@ -18,7 +18,8 @@ import numpy as np
 from packmule.errors import DataError
 
 _SCALARS = {
-    0: "<u1", 1: "<i1", 2: "<u2", 3: "<i2", 4: "<u4", 5: "<i4", 6: "<f4", 7: "<u1", 10: "<u8", 11: "<i8", 12: "<f8",
+    0: "<u1", 1: "<i1", 2: "<u2", 3: "<i2", 4: "<u4", 5: "<i4",
+    6: "<f4", 7: "<u1", 10: "<u8", 11: "<i8", 12: "<f8",
 }  # fmt: skip
 _BOOL, _STRING, _ARRAY = 7, 8, 9
 _MAX_DIMENSIONS = 4
@@ -92,7 +93,9 @@ class _Parser:
             raise DataError(f"{self.path} is not a GGUF file.", "give a .gguf file or a Hugging Face folder")
         version = self.integer("<I")
         if version not in (2, 3):
-            raise DataError(f"{self.path}: GGUF version {version} is not supported.", "supported: 2 and 3, little endian")
+            raise DataError(
+                f"{self.path}: GGUF version {version} is not supported.", "supported: 2 and 3, little endian"
+            )
         tensors, keys = self.integer("<Q"), self.integer("<Q")
         metadata: dict[str, Any] = {}
         for _ in range(keys):
@@ -117,8 +120,8 @@ class _Parser:
         placed = tensor._replace(offset=start + tensor.offset)
         if placed.offset + placed.bytes > self.size:
             raise DataError(
-                f"{self.path}: tensor {placed.name!r} needs bytes {placed.offset} to {placed.offset + placed.bytes}, "
-                f"but the file ends at {self.size}.",
+                f"{self.path}: tensor {placed.name!r} needs bytes {placed.offset} to "
+                f"{placed.offset + placed.bytes}, but the file ends at {self.size}.",
                 *_WHOLE,
             )
         return placed
@@ -135,11 +138,14 @@ class _Parser:
             kind = GGMLQuantizationType(code)
         except ValueError:
             raise DataError(
-                f"{self.path}: tensor {name!r} has the unknown encoding {code}.", "convert the model to F16, Q8_0 or Q4_1"
+                f"{self.path}: tensor {name!r} has the unknown encoding {code}.",
+                "convert the model to F16, Q8_0 or Q4_1",
             ) from None
         group, group_bytes = GGML_QUANT_SIZES[kind]
         if shape and shape[-1] % group:
-            raise DataError(f"{self.path}: tensor {name!r}: rows of {shape[-1]} do not fit {kind.name}.", *_WHOLE)
+            raise DataError(
+                f"{self.path}: tensor {name!r}: rows of {shape[-1]} do not fit {kind.name}.", *_WHOLE
+            )
         return GgufTensor(name, shape, kind.name, offset, prod(shape) // group * group_bytes)
 
     def value(self, kind: int, keep_arrays: bool) -> Any:
@@ -176,7 +182,9 @@ class _Parser:
         try:
             return data.decode("utf-8")
         except UnicodeDecodeError:
-            raise DataError(f"{self.path}: the metadata string {data[:40]!r} is not UTF-8.", *_WHOLE) from None
+            raise DataError(
+                f"{self.path}: the metadata string {data[:40]!r} is not UTF-8.", *_WHOLE
+            ) from None
 
     def integer(self, form: str) -> int:
         return int(struct.unpack(form, self.take(struct.calcsize(form)))[0])
@@ -194,4 +202,5 @@ class _Parser:
         return data
 
     def skip(self, length: int) -> None:
-        self.take(length) if length < 1 << 12 else (self.fits(length), self.file.seek(length, 1))
+        self.fits(length)
+        self.file.seek(length, 1)

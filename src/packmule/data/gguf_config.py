@@ -64,7 +64,9 @@ def _refuse(header: GgufHeader, head_dim: int) -> None:
     scaling = data.get("llama.rope.scaling.type", "none")
     if scaling != "none" or "rope_freqs.weight" in header.tensors:
         kind = scaling if scaling != "none" else "llama3"
-        raise DataError(f"{header.path}: RoPE scaling {kind!r} is not supported.", "give a model without RoPE scaling")
+        raise DataError(
+            f"{header.path}: RoPE scaling {kind!r} is not supported.", "give a model without RoPE scaling"
+        )
 
 
 def _decimal(value: float) -> float:

@@ -35,10 +35,16 @@ def tokenizer_from_gguf(path: Path) -> TextTokenizer:
     tokens: list[str] = header.require("tokenizer.ggml.tokens")
     kind = header.require("tokenizer.ggml.model")
     if kind not in ("gpt2", "llama"):
-        raise DataError(f"{path}: tokenizer {kind!r} is not supported.", "supported: gpt2, llama; or give a Hugging Face folder")
+        raise DataError(
+            f"{path}: tokenizer {kind!r} is not supported.",
+            "supported: gpt2, llama; or give a Hugging Face folder",
+        )
     vocab = {token: index for index, token in enumerate(tokens)}
     if len(vocab) != len(tokens):
-        raise DataError(f"{path}: {len(tokens) - len(vocab)} tokens occur twice in the vocabulary.", "convert the model again")
+        raise DataError(
+            f"{path}: {len(tokens) - len(vocab)} tokens occur twice in the vocabulary.",
+            "convert the model again",
+        )
     backend = _byte_level(header, vocab) if kind == "gpt2" else _sentencepiece(header, tokens, vocab)
     _add_special(backend, header, tokens)
     ids = {name: _token_id(header, key, len(tokens)) for name, key in
@@ -76,7 +82,9 @@ def _byte_level(header: GgufHeader, vocab: dict[str, int]) -> Tokenizer:
     if pre in _GPT2:
         backend.pre_tokenizer = split
     elif pre in _DIGITS:
-        backend.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), split])
+        backend.pre_tokenizer = pre_tokenizers.Sequence(
+            [pre_tokenizers.Digits(individual_digits=True), split]
+        )
     elif pre in _LLAMA3 or pre in _QWEN2:
         numbers = r"\p{N}{1,3}" if pre in _LLAMA3 else r"\p{N}"
         words = pre_tokenizers.Split(Regex(_WORDS + numbers + _REST), behavior="isolated")
@@ -121,11 +129,15 @@ def _merges(header: GgufHeader, tokens: list[str], vocab: dict[str, int]) -> lis
     ordered by the token's score, as transformers' generate_merges orders them."""
     scores = header.require("tokenizer.ggml.scores")
     if len(scores) != len(tokens):
-        raise DataError(f"{header.path}: {len(scores)} scores for {len(tokens)} tokens.", "convert the model again")
+        raise DataError(
+            f"{header.path}: {len(scores)} scores for {len(tokens)} tokens.", "convert the model again"
+        )
     found = []
     for token, score in zip(tokens, scores.tolist(), strict=True):
         pairs = [(token[:i], token[i:]) for i in range(1, len(token))]
-        pairs = sorted((p for p in pairs if p[0] in vocab and p[1] in vocab), key=lambda p: (vocab[p[0]], vocab[p[1]]))
+        pairs = sorted(
+            (p for p in pairs if p[0] in vocab and p[1] in vocab), key=lambda p: (vocab[p[0]], vocab[p[1]])
+        )
         found += [(score, left, right) for left, right in pairs]
     found.sort(key=lambda merge: (merge[0], len(merge[1]), len(merge[2])), reverse=True)
     return [(left, right) for _, left, right in found]
@@ -138,9 +150,13 @@ def _add_special(backend: Tokenizer, header: GgufHeader, tokens: list[str]) -> N
     if kinds is None:
         return
     if len(kinds) != len(tokens):
-        raise DataError(f"{header.path}: {len(kinds)} token types for {len(tokens)} tokens.", "convert the model again")
+        raise DataError(
+            f"{header.path}: {len(kinds)} token types for {len(tokens)} tokens.", "convert the model again"
+        )
     pairs = list(zip(tokens, kinds.tolist(), strict=True))
-    backend.add_special_tokens([AddedToken(t, normalized=False, special=True) for t, k in pairs if k == _CONTROL])
+    backend.add_special_tokens(
+        [AddedToken(t, normalized=False, special=True) for t, k in pairs if k == _CONTROL]
+    )
     backend.add_tokens([AddedToken(t, normalized=False, special=False) for t, k in pairs if k == _USER])
 
 

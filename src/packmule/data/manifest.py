@@ -134,13 +134,15 @@ def folder_manifest(folder: Path) -> Manifest:
     Raises:
         DataError: no safetensors files, or damaged ones, or an index that does not match them.
     """
-    files, entries = [], []
+    files, entries = list[WeightFile](), list[WeightEntry]()
     owner: dict[str, str] = {}
     for path, names in _shards(folder):
         tensors, header_bytes = read_safetensors(path)
         for name in names if names is not None else tensors:
             if name not in tensors:
-                raise DataError(f"{path} does not hold {name!r}, which the index says it does.", "get the model again")
+                raise DataError(
+                    f"{path} does not hold {name!r}, which the index says it does.", "get the model again"
+                )
             if name in owner:
                 raise DataError(f"{name!r} is in both {owner[name]} and {path}.", "get the model again")
             tensor, owner[name] = tensors[name], str(path)
@@ -169,7 +171,7 @@ def _shards(folder: Path) -> list[tuple[Path, list[str] | None]]:
         found = f" (found {', '.join(others[:3])})" if others else ""
         raise DataError(
             f"{folder} holds no model.safetensors and no model.safetensors.index.json{found}.",
-            "give a .gguf file itself, or save the model with `save_pretrained(..., safe_serialization=True)`",
+            "give a .gguf file itself, or save the model with `save_pretrained(folder)`",
         )
     names = read_json(index).get("weight_map")
     if not isinstance(names, dict) or not all(isinstance(file, str) for file in names.values()):
@@ -188,7 +190,10 @@ def _weight_file(path: Path, header_bytes: int) -> WeightFile:
         for offset in range(0, header_bytes, 1 << 20):
             digest.update(reader.read(offset, min(1 << 20, header_bytes - offset)))
         return WeightFile(
-            path=str(path.resolve()), bytes=reader.bytes, header_bytes=header_bytes, header_sha256=digest.hexdigest()
+            path=str(path.resolve()),
+            bytes=reader.bytes,
+            header_bytes=header_bytes,
+            header_sha256=digest.hexdigest(),
         )
 
 

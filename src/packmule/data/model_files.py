@@ -19,7 +19,8 @@ from packmule.data.tokenizer import TextTokenizer
 from packmule.errors import DataError
 
 TOKENIZER_FILES = (
-    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja", "added_tokens.json",
+    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json",
+    "chat_template.jinja", "added_tokens.json",
 )  # fmt: skip
 _CONFIG, _GENERATION = "config.json", "generation_config.json"
 
@@ -47,7 +48,9 @@ def prepare_model(model: Path, folder: Path, random_seed: int | None = None) -> 
         manifest = None if random_seed is not None else gguf_manifest(model)
     else:
         what = "is neither a folder nor a .gguf file" if model.exists() else "does not exist"
-        raise DataError(f"model {model} {what}.", "give a .gguf file or a Hugging Face folder with config.json")
+        raise DataError(
+            f"model {model} {what}.", "give a .gguf file or a Hugging Face folder with config.json"
+        )
     if manifest is None:
         manifest = random_manifest(config, random_seed or 0)
     _check_vocabulary(model, config, tokenizer)
@@ -79,6 +82,7 @@ def _check_vocabulary(model: Path, config: dict[str, Any], tokenizer: TextTokeni
     vocab = config.get("vocab_size")
     if isinstance(vocab, int) and tokenizer.vocab > vocab:
         raise DataError(
-            f"{model}: the tokenizer gives ids up to {tokenizer.vocab - 1}, but the model has {vocab} embeddings.",
+            f"{model}: the tokenizer gives ids up to {tokenizer.vocab - 1}, "
+            f"but the model has {vocab} embeddings.",
             "use the tokenizer the model was trained with",
         )

@@ -156,7 +156,9 @@ def _store(
     return target, False
 
 
-def _pack(request: PrepareRequest, store: TokenStore, folder: Path) -> tuple[DataIndex, RowsMeta, RowsMeta | None]:
+def _pack(
+    request: PrepareRequest, store: TokenStore, folder: Path
+) -> tuple[DataIndex, RowsMeta, RowsMeta | None]:
     held_out = validation_documents(store.meta.documents, request.val_size, request.seed)
     name = f"rows-{store.meta.key[:16]}-{request.max_seq_length}"
     if held_out.any():
@@ -200,7 +202,12 @@ def main(arguments: list[str], stdin: TextIO, stdout: TextIO) -> int:
             Path(request.out, "data").mkdir(parents=True, exist_ok=True)
         lines.write({"report": prepare(request, lines).model_dump(mode="json")})
     except PackmuleError as error:
-        fields = {"kind": type(error).__name__, "cause": error.cause, "hint": error.hint, "exit_code": error.exit_code}
+        fields = {
+            "kind": type(error).__name__,
+            "cause": error.cause,
+            "hint": error.hint,
+            "exit_code": error.exit_code,
+        }
         lines.write({"error": fields})
         return error.exit_code
     return 0

@@ -64,7 +64,9 @@ class Rows:
         self.folder = folder
         self.meta = RowsMeta.parse_json(read_text(path), str(path))
         if self.meta.format != FORMAT:
-            raise DataError(f"{path}: format {self.meta.format} is not supported.", "delete the folder; it is made again")
+            raise DataError(
+                f"{path}: format {self.meta.format} is not supported.", "delete the folder; it is made again"
+            )
         self._starts = self._open("pieces.bin", self.meta.pieces * 8)
         self._lengths = self._open("lengths.bin", self.meta.pieces * 4)
         self._rows = self._open("rows.bin", (self.meta.rows + 1) * 8)
@@ -73,7 +75,8 @@ class Rows:
         reader = Reader(self.folder / name)
         if reader.bytes != length:
             raise DamagedFile(
-                f"{reader.path} has {reader.bytes} bytes instead of {length}.", "delete its folder; it is made again"
+                f"{reader.path} has {reader.bytes} bytes instead of {length}.",
+                "delete its folder; it is made again",
             )
         return reader
 
@@ -108,7 +111,7 @@ class Rows:
 
 def _read(reader: Reader, first: int, count: int, dtype: str) -> np.ndarray:
     out = np.empty(count, dtype)
-    reader.read_into(memoryview(out).cast("B"), first * out.itemsize)
+    reader.read_into(out, first * out.itemsize)
     return out
 
 
@@ -190,8 +193,9 @@ def best_fit(lengths: np.ndarray, limit: int) -> tuple[np.ndarray, int]:
     """Best-fit decreasing bin packing (Johnson et al. 1974).
 
     Each piece, longest first (equal ones in their order), goes to the fullest row that has room,
-    of these the one that has waited longest, else to a new row. Rows are found by free space: one bit per size
-    tells whether a row has exactly that much left, so a piece costs one scan of `limit` bits.
+    of these the one that has waited longest, else to a new row. Rows are found by free space: one
+    bit per size tells whether a row has exactly that much left, so a piece costs one scan of
+    `limit` bits.
 
     Args:
         lengths: integers [M] in 1..limit.

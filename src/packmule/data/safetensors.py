@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 from packmule.data.files import Reader
 from packmule.errors import DataError
 
-ITEMSIZE = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U8": 1, "BOOL": 1,
-            "F8_E4M3": 1, "F8_E5M2": 1}  # fmt: skip
+ITEMSIZE = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U8": 1,
+            "BOOL": 1, "F8_E4M3": 1, "F8_E5M2": 1}  # fmt: skip
 MAX_HEADER_BYTES = 100_000_000
 """The format's own bound."""
 _WHOLE = "the file is truncated or damaged; get it again"
@@ -41,7 +41,9 @@ def read_safetensors(path: Path) -> tuple[dict[str, SafeTensor], int]:
             raise DataError(f"{path} is not a safetensors file.", _WHOLE)
         length = int.from_bytes(reader.read(0, 8), "little")
         if length > min(MAX_HEADER_BYTES, reader.bytes - 8):
-            raise DataError(f"{path}: a header of {length} bytes does not fit the file's {reader.bytes}.", _WHOLE)
+            raise DataError(
+                f"{path}: a header of {length} bytes does not fit the file's {reader.bytes}.", _WHOLE
+            )
         text, size = reader.read(8, length), reader.bytes
     try:
         header = json.loads(text)
@@ -61,9 +63,15 @@ def _tensor(path: Path, name: str, entry: Any, start: int, size: int) -> SafeTen
     except (KeyError, TypeError, ValueError):
         raise DataError(f"{path}: the header entry of {name!r} is malformed.", _WHOLE) from None
     if kind not in ITEMSIZE:
-        raise DataError(f"{path}: tensor {name!r} has the unknown dtype {kind!r}.", "save the model as F32, F16 or BF16")
+        raise DataError(
+            f"{path}: tensor {name!r} has the unknown dtype {kind!r}.", "save the model as F32, F16 or BF16"
+        )
     if min((begin, *shape), default=0) < 0 or end - begin != prod(shape) * ITEMSIZE[kind]:
-        raise DataError(f"{path}: tensor {name!r}: offsets {begin} to {end} do not match {kind} {list(shape)}.", _WHOLE)
+        raise DataError(
+            f"{path}: tensor {name!r}: offsets {begin} to {end} do not match {kind} {list(shape)}.", _WHOLE
+        )
     if start + end > size:
-        raise DataError(f"{path}: tensor {name!r} ends at byte {start + end}, but the file ends at {size}.", _WHOLE)
+        raise DataError(
+            f"{path}: tensor {name!r} ends at byte {start + end}, but the file ends at {size}.", _WHOLE
+        )
     return SafeTensor(name, shape, kind, start + begin, end - begin)

@@ -58,7 +58,9 @@ def find_files(dataset: Sequence[str]) -> list[Path]:
         elif path.is_dir():
             candidates = sorted(p for p in path.rglob("*") if _usable(p.relative_to(path)) and p.is_file())
             if not candidates:
-                raise DataError(f"{path} holds no {_kinds()} file.", "name the files or folder that hold the text")
+                raise DataError(
+                    f"{path} holds no {_kinds()} file.", "name the files or folder that hold the text"
+                )
         else:
             matches = [Path(match) for match in glob.glob(str(path), recursive=True)]
             candidates = sorted(p for p in matches if p.is_file())
@@ -90,7 +92,9 @@ def hash_file(path: Path, progress: Callable[[int], None]) -> Source:
                 digest.update(block)
                 progress(len(block))
     except OSError as error:
-        raise DataError(f"cannot read {path}: {error.strerror}.", "check the path and its permissions") from None
+        raise DataError(
+            f"cannot read {path}: {error.strerror}.", "check the path and its permissions"
+        ) from None
     return Source(path, status.st_size, status.st_mtime_ns, digest.hexdigest())
 
 
@@ -106,13 +110,17 @@ def read_pieces(source: Source) -> Iterator[Piece]:
         with open(path, "rb", buffering=_BLOCK_BYTES) as file:
             status = os.fstat(file.fileno())
             if (status.st_size, status.st_mtime_ns) != (source.bytes, source.modified_ns):
-                raise DataError(f"{path} changed while it was being read.", "start again when nothing writes to it")
+                raise DataError(
+                    f"{path} changed while it was being read.", "start again when nothing writes to it"
+                )
             if path.suffix.lower() in RECORD_SUFFIXES:
                 yield from _records(path, file)
             else:
                 yield from _cut(_text(path, file))
     except OSError as error:
-        raise DataError(f"cannot read {path}: {error.strerror}.", "check the path and its permissions") from None
+        raise DataError(
+            f"cannot read {path}: {error.strerror}.", "check the path and its permissions"
+        ) from None
 
 
 def _usable(relative: Path) -> bool:
@@ -159,7 +167,8 @@ def _records(path: Path, file: BinaryIO) -> Iterator[Piece]:
             return
         if len(line) == _MAX_LINE_BYTES:
             raise DataError(
-                f"{path}: line {number} is longer than {_MAX_LINE_BYTES >> 20} MiB.", "write one JSON record per line"
+                f"{path}: line {number} is longer than {_MAX_LINE_BYTES >> 20} MiB.",
+                "write one JSON record per line",
             )
         start, offset = offset, offset + len(line)
         if number == 1:
@@ -167,7 +176,9 @@ def _records(path: Path, file: BinaryIO) -> Iterator[Piece]:
         if not line.strip():
             continue
         text = _record_text(path, number, line, start)
-        yield from _cut((text[i : i + PIECE_CHARACTERS], offset) for i in range(0, len(text), PIECE_CHARACTERS))
+        yield from _cut(
+            (text[i : i + PIECE_CHARACTERS], offset) for i in range(0, len(text), PIECE_CHARACTERS)
+        )
 
 
 def _record_text(path: Path, number: int, line: bytes, start: int) -> str:
@@ -176,19 +187,30 @@ def _record_text(path: Path, number: int, line: bytes, start: int) -> str:
     except UnicodeDecodeError as error:
         raise _not_utf8(path, start + error.start) from None
     except (ValueError, RecursionError) as error:
-        raise DataError(f"{path}: line {number} is not JSON: {error}.", "write one JSON record per line") from None
+        raise DataError(
+            f"{path}: line {number} is not JSON: {error}.", "write one JSON record per line"
+        ) from None
     if not isinstance(record, dict):
-        raise DataError(f"{path}: line {number} is not a JSON object.", 'each line must be like {"text": "..."}')
+        raise DataError(
+            f"{path}: line {number} is not a JSON object.", 'each line must be like {"text": "..."}'
+        )
     if "text" not in record:
         keys = ", ".join(map(repr, list(record)[:8])) or "none"
-        raise DataError(f'{path}: line {number} has no "text" key (keys: {keys}).', 'each line must be like {"text": "..."}')
+        raise DataError(
+            f'{path}: line {number} has no "text" key (keys: {keys}).',
+            'each line must be like {"text": "..."}',
+        )
     if not isinstance(record["text"], str):
-        raise DataError(f'{path}: line {number}: "text" is not a string.', 'each line must be like {"text": "..."}')
+        raise DataError(
+            f'{path}: line {number}: "text" is not a string.', 'each line must be like {"text": "..."}'
+        )
     text: str = record["text"]
     try:
         text.encode("utf-8")
     except UnicodeEncodeError:
-        raise DataError(f"{path}: line {number} holds a lone surrogate escape.", "write valid Unicode") from None
+        raise DataError(
+            f"{path}: line {number} holds a lone surrogate escape.", "write valid Unicode"
+        ) from None
     return text
 
 

@@ -74,7 +74,9 @@ class TokenStore:
         self.folder = folder
         self.meta = StoreMeta.parse_json(read_text(path), str(path))
         if self.meta.format != FORMAT or self.meta.dtype not in ("<u2", "<u4"):
-            raise DataError(f"{path}: format {self.meta.format} is not supported.", "delete the folder; it is made again")
+            raise DataError(
+                f"{path}: format {self.meta.format} is not supported.", "delete the folder; it is made again"
+            )
         self._dtype = np.dtype(self.meta.dtype)
         self._tokens = Reader(folder / "tokens.bin")
         self._documents = Reader(folder / "documents.bin")
@@ -82,13 +84,14 @@ class TokenStore:
         for reader, length in zip((self._tokens, self._documents), expected, strict=True):
             if reader.bytes != length:
                 raise DamagedFile(
-                    f"{reader.path} has {reader.bytes} bytes instead of {length}.", "delete its folder; it is made again"
+                    f"{reader.path} has {reader.bytes} bytes instead of {length}.",
+                    "delete its folder; it is made again",
                 )
 
     def read_into(self, out: np.ndarray, start: int) -> None:
         """Fill `out` (int64 [n]) with the ids from token `start` on."""
         raw = np.empty(len(out), self._dtype)
-        self._tokens.read_into(memoryview(raw).cast("B"), start * self._dtype.itemsize)
+        self._tokens.read_into(raw, start * self._dtype.itemsize)
         out[:] = raw
 
     def read(self, start: int, length: int) -> np.ndarray:
@@ -101,7 +104,7 @@ class TokenStore:
         """int64 [count + 1]: where documents first..first+count begin, and where the last ends."""
         count = self.meta.documents - first if count is None else count
         out = np.empty(count + 1, "<i8")
-        self._documents.read_into(memoryview(out).cast("B"), first * 8)
+        self._documents.read_into(out, first * 8)
         return out
 
     def document(self, index: int) -> np.ndarray:
@@ -132,7 +135,10 @@ def write_store(
     """
     dtype = np.dtype("<u2" if tokenizer.vocab < 1 << 16 else "<u4")
     with atomic_folder(folder) as temporary, disk_errors(folder):
-        with open(temporary / "tokens.bin", "wb") as tokens, open(temporary / "documents.bin", "wb") as documents:
+        with (
+            open(temporary / "tokens.bin", "wb") as tokens,
+            open(temporary / "documents.bin", "wb") as documents,
+        ):
             writer = _Writer(tokenizer, dtype, tokens, documents)
             for batch, done in _batches(sources):
                 writer.add(batch)
@@ -172,7 +178,9 @@ def _batches(sources: Sequence[Source]) -> Iterator[tuple[list[Piece], int]]:
 
 
 class _Writer:
-    def __init__(self, tokenizer: TextTokenizer, dtype: np.dtype, tokens: BinaryIO, documents: BinaryIO) -> None:
+    def __init__(
+        self, tokenizer: TextTokenizer, dtype: np.dtype, tokens: BinaryIO, documents: BinaryIO
+    ) -> None:
         self._tokenizer, self._dtype = tokenizer, dtype
         self._tokens_file, self._documents_file = tokens, documents
         self.tokens = self.documents = 0

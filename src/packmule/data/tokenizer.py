@@ -81,13 +81,19 @@ class TextTokenizer:
         if add_bos is None:
             add_bos = ids["bos"] is not None and backend.encode("a").ids[:1] == [ids["bos"]]
         if add_bos and ids["bos"] is None:
-            raise DataError(f"{folder}: add_bos_token is set, but there is no bos_token.", "correct tokenizer_config.json")
-        return cls(backend, _vocab(backend), ids["bos"], ids["eos"], ids["pad"], bool(add_bos), config, folder)
+            raise DataError(
+                f"{folder}: add_bos_token is set, but there is no bos_token.", "correct tokenizer_config.json"
+            )
+        return cls(
+            backend, _vocab(backend), ids["bos"], ids["eos"], ids["pad"], bool(add_bos), config, folder
+        )
 
     def encode(self, texts: Sequence[str]) -> list[list[int]]:
         """Token ids of each text, with no bos or eos added. Special tokens written in the text
         become their ids, as in transformers."""
-        return [encoding.ids for encoding in self.backend.encode_batch_fast(list(texts), add_special_tokens=False)]
+        return [
+            encoding.ids for encoding in self.backend.encode_batch_fast(list(texts), add_special_tokens=False)
+        ]
 
     def encode_continued(self, texts: Sequence[str]) -> list[list[int]]:
         """Like `encode`, for texts that go on inside a document: no space is put before them.
@@ -141,7 +147,9 @@ def _special(backend: Tokenizer, config: dict[str, Any], folder: Path, name: str
         if isinstance(content, str):
             found = backend.token_to_id(content)
             if found is None:
-                raise DataError(f"{folder}: {name}_token {content!r} is not in the vocabulary.", "get the tokenizer again")
+                raise DataError(
+                    f"{folder}: {name}_token {content!r} is not in the vocabulary.", "get the tokenizer again"
+                )
             return int(found)
     path = folder / "config.json"
     value = read_json(path).get(f"{name}_token_id") if path.exists() else None

@@ -31,7 +31,9 @@ def _quantized(kind: str) -> Callable[[np.ndarray], np.ndarray] | None:
     quantization = GGMLQuantizationType[kind]
     try:
         # one block of zeros tells whether gguf can decode the type
-        quants.dequantize(np.zeros((1, quants.quant_shape_to_byte_shape((256,), quantization)[0]), np.uint8), quantization)
+        quants.dequantize(
+            np.zeros((1, quants.quant_shape_to_byte_shape((256,), quantization)[0]), np.uint8), quantization
+        )
     except (NotImplementedError, KeyError, ValueError):
         return None
     return lambda raw: quants.dequantize(raw, quantization)

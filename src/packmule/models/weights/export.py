@@ -106,7 +106,11 @@ def _write_shard(
     offset = 0
     for item in items:
         end = offset + item.bytes
-        header[item.name] = {"dtype": code, "shape": list(item.parameter.shape), "data_offsets": [offset, end]}
+        header[item.name] = {
+            "dtype": code,
+            "shape": list(item.parameter.shape),
+            "data_offsets": [offset, end],
+        }
         offset = end
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
@@ -116,7 +120,9 @@ def _write_shard(
         for chunk in tensors(item.block, item.parameter):
             values = chunk.astype("<f4", copy=False)
             data = to_bfloat16(values) if dtype == "bfloat16" else np.ascontiguousarray(values)
-            file.write(memoryview(data).cast("B"))
+            file.write(data.data)
             written += chunk.size * itemsize
         if written != item.bytes:
-            raise ValueError(f"{item.name}: {written // itemsize} elements given, {item.bytes // itemsize} expected")
+            raise ValueError(
+                f"{item.name}: {written // itemsize} elements given, {item.bytes // itemsize} expected"
+            )

@@ -86,7 +86,8 @@ class FileSource(WeightSource):
                 self._readers.append(Reader(Path(file.path)))
                 if self._readers[-1].bytes != file.bytes:
                     raise DataError(
-                        f"{file.path} has {self._readers[-1].bytes} bytes; it had {file.bytes} when it was prepared.",
+                        f"{file.path} has {self._readers[-1].bytes} bytes; it had {file.bytes} "
+                        "when it was prepared.",
                         _REPLACE,
                     )
         except BaseException:
@@ -104,7 +105,8 @@ class FileSource(WeightSource):
         extra = [n for n in extra if not (shape.tied and n == "lm_head.weight")]
         if extra:
             raise DataError(
-                f"{self._path(self._entries[extra[0]])}: tensor {extra[0]!r} belongs to no part of this model.",
+                f"{self._path(self._entries[extra[0]])}: tensor {extra[0]!r} belongs to no part "
+                "of this model.",
                 "use the config.json the weights were saved with",
             )
 
@@ -120,7 +122,7 @@ class FileSource(WeightSource):
             rows = min(step, entry.rows - row)
             part = raw[: rows * entry.row_bytes]
             offset = entry.offset + row * entry.row_bytes
-            reader.read_into(memoryview(part), offset)
+            reader.read_into(part, offset)
             reader.forget(offset, len(part))
             values = decode(part.reshape(rows, entry.row_bytes))
             if entry.interleaved_heads:
@@ -139,7 +141,9 @@ class FileSource(WeightSource):
         entry = self._entries.get(name)
         if entry is None:
             where = ", ".join(str(reader.path) for reader in self._readers[:3])
-            raise DataError(f"tensor {name!r} is missing in {where}.", "get the model again, or correct its config.json")
+            raise DataError(
+                f"tensor {name!r} is missing in {where}.", "get the model again, or correct its config.json"
+            )
         if entry.shape != parameter.shape:
             raise DataError(
                 f"{self._path(entry)}: tensor {name!r} has shape {list(entry.shape)}, "
@@ -152,7 +156,8 @@ class FileSource(WeightSource):
         decode = decoder(entry.type)
         if decode is None:
             raise DataError(
-                f"{self._path(entry)}: tensor {entry.name!r} is stored as {entry.type}, which cannot be decoded.",
+                f"{self._path(entry)}: tensor {entry.name!r} is stored as {entry.type}, "
+                "which cannot be decoded.",
                 "convert the model to F32, F16, BF16, Q8_0 or Q4_1",
             )
         return decode
@@ -183,7 +188,9 @@ class RandomSource(WeightSource):
                 if parameter.role == "norm":
                     part.fill(1)
                 else:
-                    self._stream(block, parameter, (first + at) // _TILE).standard_normal(dtype=np.float32, out=part)
+                    self._stream(block, parameter, (first + at) // _TILE).standard_normal(
+                        dtype=np.float32, out=part
+                    )
                     part *= self._deviation
             yield first, values
 
