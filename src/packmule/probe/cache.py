@@ -30,7 +30,7 @@ BUSY_FRACTION = 0.25
 BUSY_DAYS = 1 / 24
 """A measurement made while other programs took that much is trusted for that long only."""
 
-_AGAIN = "correct it, or measure again with `packmule probe --refresh`"
+_AGAIN = "measure again with `packmule probe --refresh`"
 
 
 def load(
@@ -88,26 +88,30 @@ def read(path: Path) -> Hardware | None:
     """
     try:
         text = path.read_text(encoding="utf-8")
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return None
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} cannot be read: {error}.", _AGAIN) from None
     try:
         record = Hardware.parse_json(text, str(path))
-        _age_days(record)
     except ConfigError as error:
         hint = f"{error.hint}; or {_AGAIN}" if error.hint else _AGAIN
         raise ConfigError(error.cause, hint) from None
+    if _date(record) is None:
+        example = "2025-12-31 or 2025-12-31T23:59:59+00:00"
+        raise ConfigError(
+            f"{path}: `date` = {record.date!r} is not a date.", f"write it like {example}; or {_AGAIN}"
+        )
     if record.format != FORMAT:
         raise ConfigError(f"{path} has format {record.format}; this version reads {FORMAT}.", _AGAIN)
     return record
 
 
 def write(path: Path, record: Hardware) -> None:
-    """Replace the file by the record; it is never seen half written.
+    """Replace the file by the record, never half written; what was there becomes NAME.old.
 
     Raises:
-        OSError: it cannot be written.
+        OSError: it cannot be written; the file is then as it was.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     fd, name = tempfile.mkstemp(prefix=path.name, suffix=".tmp", dir=path.parent)
@@ -116,6 +120,8 @@ def write(path: Path, record: Hardware) -> None:
             file.write(record.to_json())
             file.flush()
             os.fsync(file.fileno())
+        with suppress(FileNotFoundError):
+            os.replace(path, path.with_name(path.name + ".old"))
         os.replace(name, path)
     except BaseException:
         with suppress(OSError):
@@ -124,10 +130,8 @@ def write(path: Path, record: Hardware) -> None:
 
 
 def _store(path: Path, record: Hardware, report: Progress) -> None:
-    """Write the record, keeping a file of other content as NAME.old; a failure is told, not raised."""
+    """Write the record; a failure is told, not raised: the measurement is good without it."""
     try:
-        if path.exists():
-            os.replace(path, path.with_name(path.name + ".old"))
         write(path, record)
     except OSError as error:
         report(f"the measurement is not kept: {path}: {error.strerror or error}", 1.0)
@@ -156,16 +160,16 @@ def _mismatch(record: Hardware, threads: int, roots: Roots) -> str:
     return f"the last measurement is {days:.0f} days old" if days > DAYS else ""
 
 
-def _age_days(record: Hardware) -> float:
+def _date(record: Hardware) -> datetime.datetime | None:
     try:
         date = datetime.datetime.fromisoformat(record.date)
     except ValueError:
-        raise ConfigError(
-            f"`date` = {record.date!r} is not a date.",
-            "write it like 2025-12-31 or 2025-12-31T23:59:59+00:00",
-        ) from None
-    date = date if date.tzinfo else date.replace(tzinfo=datetime.UTC)
-    return (now() - date).total_seconds() / 86400
+        return None
+    return date if date.tzinfo else date.replace(tzinfo=datetime.UTC)
+
+
+def _age_days(record: Hardware) -> float:
+    return (now() - (_date(record) or now())).total_seconds() / 86400
 
 
 def _disk_on(record: Hardware, place: Place) -> DiskSpeed | None:

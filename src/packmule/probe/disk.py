@@ -65,7 +65,7 @@ def locate(path: Path | str, roots: Roots = HOST) -> Place:
 
 
 def measure_disk(
-    path: Path | str, roots: Roots = HOST, file_bytes: int = 256 << 20, seconds: float = 1.0
+    path: Path | str, roots: Roots = HOST, file_bytes: int = 512 << 20, seconds: float = 1.0
 ) -> DiskSpeed:
     """Time one folder's disk.
 

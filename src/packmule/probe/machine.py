@@ -36,7 +36,7 @@ class Effort:
         ram_bytes: the most memory the torch process may use for timing.
     """
 
-    disk_bytes: int = 256 << 20
+    disk_bytes: int = 512 << 20
     disk_seconds: float = 1.5
     torch_seconds: float = 8.0
     largest_matmul: int = 2048

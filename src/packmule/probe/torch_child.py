@@ -72,21 +72,25 @@ def matmul_points(
     Args:
         sizes: n, ascending.
         seconds: for everything together. A size that would take more than its dtype's share by
-            itself, going by the size before, is left out; the first never is.
+            itself, going by the size before, is left out; the first never is. Where others
+            slow the machine down, no more sizes are begun after twice that.
         dtypes: names of torch dtypes.
     """
     fastest: dict[tuple[str, int], float] = {}
     share = seconds / len(dtypes) / _ROUNDS
+    started = time.perf_counter()
     # Rounds apart in time: a short disturbance spoils one of them at most.
     for _ in range(_ROUNDS):
         for dtype in dtypes:
-            expected = 0.0
+            rate = 0.0
             for n in sizes:
-                if (_LEAST_RUNS + 1) * expected > share:
+                flops = 2.0 * n**3
+                late = time.perf_counter() - started > 2 * seconds
+                if rate and (late or (_LEAST_RUNS + 1) * flops / rate > share):
                     break
                 taken = _matmul_seconds(dtype, n, share / len(sizes))
                 fastest[dtype, n] = min(taken, fastest.get((dtype, n), taken))
-                expected = taken * 8
+                rate = flops / taken
     return {
         dtype: [(n, 2.0 * n**3 / fastest[dtype, n]) for n in sizes if (dtype, n) in fastest]
         for dtype in dtypes

@@ -10,8 +10,8 @@ from packmule.spec.records import Record
 class MatmulPoint(Record):
     """Measured matrix-multiply speed at one size: (size x size) @ (size x size)."""
 
-    size: int
-    flops_per_second: float
+    size: int = Field(ge=1)
+    flops_per_second: float = Field(gt=0)
 
 
 class DiskSpeed(Record):
@@ -19,11 +19,11 @@ class DiskSpeed(Record):
 
     path: str
     direct: bool
-    read_bytes_per_second: float
-    write_bytes_per_second: float
-    mix_bytes_per_second: float = Field(description="reads and writes 1:1, both counted")
-    sync_seconds: float = Field(description="one 4 KiB write and fdatasync")
-    free_bytes: int
+    read_bytes_per_second: float = Field(gt=0)
+    write_bytes_per_second: float = Field(gt=0)
+    mix_bytes_per_second: float = Field(gt=0, description="reads and writes 1:1, both counted")
+    sync_seconds: float = Field(ge=0, description="one 4 KiB write and fdatasync")
+    free_bytes: int = Field(ge=0)
     device: str = Field(default="", description="source and type of the mount, as mountinfo gives them")
     filesystem: str = Field(default="", description="its type; files on tmpfs and ramfs are RAM")
 
@@ -36,16 +36,16 @@ class Hardware(Record):
     host: str
     cpu: str = Field(description="model name as /proc/cpuinfo gives it")
     cpu_features: tuple[str, ...] = Field(description="of avx2, fma, avx512f, avx512_bf16, amx_bf16")
-    threads: int = Field(description="cores usable under affinity and the cgroup quota")
-    ram_total_bytes: int
-    ram_available_bytes: int = Field(description="least of cgroup headroom and MemAvailable")
+    threads: int = Field(ge=1, description="cores usable under affinity and the cgroup quota")
+    ram_total_bytes: int = Field(ge=0)
+    ram_available_bytes: int = Field(ge=0, description="least of cgroup headroom and MemAvailable")
     ram_limit_source: str = Field(description="what set ram_available_bytes: a path")
     matmul: dict[str, tuple[MatmulPoint, ...]] = Field(description="by dtype: float32, bfloat16, float64")
-    memory_bytes_per_second: float = Field(description="copy, read + written bytes, all threads")
-    task_seconds: float = Field(description="overhead of one task")
+    memory_bytes_per_second: float = Field(gt=0, description="copy, read + written bytes, all threads")
+    task_seconds: float = Field(ge=0, description="overhead of one task")
     disks: tuple[DiskSpeed, ...]
-    parent_baseline_bytes: int = Field(description="VmHWM of a torch-free packmule parent")
-    child_baseline_bytes: int = Field(description="VmHWM of torch after a first matmul and attention")
+    parent_baseline_bytes: int = Field(ge=0, description="VmHWM of a torch-free packmule parent")
+    child_baseline_bytes: int = Field(ge=0, description="VmHWM of torch after a first matmul and attention")
     software: str = Field(default="", description="versions of python and torch that were measured")
     busy_fraction: float = Field(
         default=0.0, description="part of the threads that other programs kept from running meanwhile"
