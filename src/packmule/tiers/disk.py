@@ -276,7 +276,13 @@ class PosixDisk:
             raise _explain(path, "make", error) from None
 
     def exists(self, path: Path) -> bool:
-        return path.exists()
+        try:
+            path.stat()
+        except (FileNotFoundError, NotADirectoryError):
+            return False
+        except OSError as error:
+            raise _explain(path, "look at", error) from None
+        return True
 
     def size(self, path: Path) -> int:
         try:
