@@ -101,7 +101,7 @@ def _byte_level(header: GgufHeader, vocab: dict[str, int]) -> Tokenizer:
 
 
 def _sentencepiece(header: GgufHeader, tokens: list[str], vocab: dict[str, int]) -> Tokenizer:
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from tokenizers import Tokenizer, decoders, models, normalizers
 
     unknown = _token_id(header, "unknown", len(tokens))
     backend = Tokenizer(
@@ -114,9 +114,9 @@ def _sentencepiece(header: GgufHeader, tokens: list[str], vocab: dict[str, int])
         )
     )
     prefix = bool(header.metadata.get("tokenizer.ggml.add_space_prefix", True))
-    backend.pre_tokenizer = pre_tokenizers.Metaspace(
-        replacement="▁", prepend_scheme="first" if prefix else "never", split=False
-    )
+    # a space before the text even if it begins with one, as SentencePiece and llama.cpp add it
+    spaces = [normalizers.Prepend("▁")] if prefix else []
+    backend.normalizer = normalizers.Sequence([*spaces, normalizers.Replace(" ", "▁")])
     steps: list[Any] = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
     if prefix:
         steps.append(decoders.Strip(content=" ", left=1))

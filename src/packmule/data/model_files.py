@@ -42,7 +42,7 @@ def prepare_model(model: Path, folder: Path, random_seed: int | None = None) -> 
         config = read_json(model / _CONFIG)
         tokenizer = TextTokenizer.from_folder(model)
         manifest = None if random_seed is not None else folder_manifest(model)
-    elif model.suffix.lower() == ".gguf":
+    elif model.is_file() and model.suffix.lower() == ".gguf":
         config = gguf_config(read_gguf(model))
         tokenizer = tokenizer_from_gguf(model)
         manifest = None if random_seed is not None else gguf_manifest(model)

@@ -16,7 +16,7 @@ from packmule.errors import DataError
 
 TEXT_SUFFIXES = (".txt", ".md")
 RECORD_SUFFIXES = (".jsonl", ".ndjson")
-PIECE_CHARACTERS = 1 << 17
+PIECE_CHARACTERS = 1 << 15
 """Longer documents are handed on in pieces of about this many characters."""
 _MAX_LINE_BYTES = 256 << 20
 _BLOCK_BYTES = 1 << 18
