@@ -165,7 +165,7 @@ class Engine:
             self._pending = _Pending(update, progress, commit)
         self._committed = commit and not on_fetch
         loss, count = _total(state)
-        return StepResult(loss / max(1, count), count, math.sqrt(state.square), timeline, program.graph)
+        return StepResult(loss * state.scale, count, math.sqrt(state.square), timeline, program.graph)
 
     def settle(self, progress: Progress, stopping: Stopping | None = None) -> None:
         """Apply what is pending and make the state durable, if it is not yet.

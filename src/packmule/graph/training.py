@@ -126,13 +126,18 @@ class _Step:
         visit = Visit()
         first = 0 in micros
         visit.fetch, weights = self._forward_weights(block, update=self.pending and first)
-        emitter, model, spill = self.emitter, self.model, self.plan.placement.inputs == "disk"
         for micro in micros:
             visit.compute.append(lambda m=micro: self._forward(block, m, weights))
-            if spill and 0 < block < self.head:
-                size = model.input_bytes(self.tokens[micro])
+            if self.spills(block):
+                size = self.model.input_bytes(self.tokens[micro])
                 visit.after.append(Piece(None, lambda m=micro, s=size: self._spill(block, m, s)))
         return visit
+
+    def spills(self, block: int) -> bool:
+        """Whether a block's inputs go to disk between forward and backward. Those of the last
+        layers stay: their backward's fetch would come before the store, which lags a visit."""
+        near = 2 * block > 2 * self.head - self.plan.io.prefetch - 2
+        return self.plan.placement.inputs == "disk" and block > 0 and not near
 
     def _spill(self, block: int, micro: int, size: int) -> None:
         emitter = self.emitter
@@ -221,7 +226,7 @@ class _Step:
         visit.fetch, weights = emitter.weights(block)
         visit.fetch = list(visit.fetch)
         for micro in micros:
-            if self.plan.placement.inputs == "disk":
+            if self.spills(block):
                 visit.fetch.append(Piece(lambda m=micro: self._unspill(block, m), None))
             visit.compute.append(lambda m=micro: self._backward(block, m, weights))
         return visit

@@ -14,7 +14,7 @@ from packmule.graph.builder import GraphBuilder
 from packmule.graph.simulate import ledger as replay
 from packmule.graph.simulate import simulate
 from packmule.tiers.ledger import Ledger
-from random_graphs import random_graph
+from tests.unit.graph.random_graphs import random_graph
 
 
 def test_executor_books_equal_simulator_on_1000_random_graphs(seed):
