@@ -14,6 +14,7 @@ import pytest
 from packmule.errors import PackmuleError
 from packmule.probe.busy import CpuTimes, busy_fraction, cpu_times
 from packmule.probe.child import ask
+from packmule.probe.machine import Effort, measure
 from packmule.probe.table import explain
 from packmule.probe.torch_child import DTYPES, copy_bytes_per_second, matmul_points
 from packmule.spec.hardware import Hardware
@@ -73,6 +74,34 @@ def test_the_parent_baseline_is_a_process_without_torch():
         [sys.executable, "-c", script], env={"PYTHONPATH": path}, capture_output=True, text=True, check=True
     )
     assert done.stdout.split() == ["True", "True", "False"]
+
+
+def test_the_torch_process_gets_the_threads_and_a_quarter_of_the_memory(tmp_path, make_tree, monkeypatch):
+    answers = {
+        "packmule.probe.parent_child": {"peak_bytes": 5},
+        "packmule.probe.torch_child": {
+            "baseline_bytes": 6,
+            "matmul": {"float32": [[256, 7.0]]},
+            "memory_bytes_per_second": 8.0,
+            "task_seconds": 9.0,
+        },
+    }
+    asked = {}
+
+    def fake(name, *arguments):
+        asked[name] = dict(zip(arguments[::2], arguments[1::2], strict=True))
+        return answers[name]
+
+    monkeypatch.setattr("packmule.probe.machine.ask", fake)
+    tree = make_tree({"meminfo": "MemTotal: 9000 kB\nMemAvailable: 4000 kB\n"})
+    effort = Effort(disk_bytes=16 << 20, disk_seconds=0.1)
+    hardware = measure(tmp_path, threads=3, roots=tree, effort=effort)
+    options = asked["packmule.probe.torch_child"]
+    assert (options["--threads"], options["--ram-bytes"]) == ("3", str(1000 * 1024))
+    assert hardware.threads == 3
+    assert hardware.ram_available_bytes == 4000 * 1024
+    assert (hardware.parent_baseline_bytes, hardware.child_baseline_bytes) == (5, 6)
+    assert hardware.matmul["float32"][0].flops_per_second == 7.0
 
 
 def module(tmp_path, monkeypatch, body):

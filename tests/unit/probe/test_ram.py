@@ -154,6 +154,34 @@ def test_container_path_on_the_host_without_mountinfo(make_tree):
     assert ram(make_tree({"self/cgroup": "0::/docker/abc\n"}, sys)).available_bytes == GIB
 
 
+def test_v1_container_path_on_the_host_without_mountinfo(make_tree):
+    files = v1(8 * GIB, GIB, hierarchical_memory_limit=2 * GIB) | {"memory.use_hierarchy": "0\n"}
+    tree = make_tree({"self/cgroup": "4:memory:/docker/abc\n"}, below("fs/cgroup/memory", files))
+    assert ram(tree).available_bytes == GIB
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_of_two_mounts_the_one_that_shows_more_ancestors_counts(make_tree, first):
+    part = "44 31 0:32 /top /sys/fs/part rw - cgroup2 cgroup2 rw\n"
+    lines = [V2_MOUNT, part]
+    sys = (
+        below("fs/cgroup/top", v2("max")) | below("fs/cgroup", v2(2 * GIB, GIB)) | below("fs/part", v2("max"))
+    )
+    proc = {"self/cgroup": "0::/top\n", "self/mountinfo": lines[first] + lines[1 - first]}
+    assert ram(make_tree(proc, sys)).available_bytes == GIB
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_v1_hierarchies_are_told_apart_by_controller(make_tree, first):
+    lines = [V1_MOUNT, "36 31 0:33 / /sys/fs/cgroup/cpu rw - cgroup cgroup rw,cpu\n"]
+    sys = below("fs/cgroup/memory/job", v1(2 * GIB, GIB)) | {"fs/cgroup/cpu/job/cpu.shares": "1024\n"}
+    proc = {
+        "self/cgroup": "2:cpu:/job\n4:memory:/job\n",
+        "self/mountinfo": lines[first] + lines[1 - first],
+    }
+    assert ram(make_tree(proc, sys)).available_bytes == GIB
+
+
 @pytest.mark.parametrize("path", ["/../..", "/..", "/../other/x", "/"])
 def test_a_path_out_of_the_namespace_stops_at_what_is_mounted(make_tree, path):
     sys = below("fs/cgroup", v2(2 * GIB, GIB)) | below("fs/cgroup/other/x", v2(MIB))
