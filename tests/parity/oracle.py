@@ -7,10 +7,11 @@ from collections.abc import Sequence
 
 import torch
 import transformers
-from packmule.models.llama import rope_tables
-from packmule.shapes.model import ModelShape
 from tests.parity.plain import Named, PlainModel
 from torch import Tensor
+
+from packmule.models.llama import rope_tables
+from packmule.shapes.model import ModelShape
 
 
 class ExactNorm(torch.nn.Module):
@@ -88,9 +89,7 @@ def oracle(model: PlainModel, positions: int = 512) -> transformers.LlamaForCaus
     return twin
 
 
-def oracle_step(
-    model: PlainModel, documents: Sequence[Tensor]
-) -> tuple[float, list[Named], list[Tensor]]:
+def oracle_step(model: PlainModel, documents: Sequence[Tensor]) -> tuple[float, list[Named], list[Tensor]]:
     """Mean next-token loss over all targets, gradients by block, logits of every document.
 
     Documents run right-padded in one batch, padding masked from loss.

@@ -7,10 +7,11 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
+from torch import Tensor
+
 from packmule.models.llama import TokenBatch
 from packmule.shapes.model import ModelShape
 from packmule.spec.batch import IGNORED, Batch
-from torch import Tensor
 
 
 def random_shape(rng: random.Random, tied: bool, grouped: bool) -> ModelShape:

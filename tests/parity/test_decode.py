@@ -6,13 +6,14 @@ import random
 
 import pytest
 import torch
-from packmule.kernels.contract import Kernels
-from packmule.models import decode
-from packmule.shapes import bodies
 from tests.parity.oracle import oracle
 from tests.parity.plain import PlainModel, plain_logits, poisoned
 from tests.parity.samples import pack, random_documents, random_shape, relative
 from torch import Tensor
+
+from packmule.kernels.contract import Kernels
+from packmule.models import decode
+from packmule.shapes import bodies
 
 
 class Generator:
@@ -21,7 +22,9 @@ class Generator:
     def __init__(self, model: PlainModel, positions: int, most: int) -> None:
         shape, types = model.shape, model.types
         self.model, self.position = model, 0
-        self.caches = [poisoned([bodies.cache_spec(shape, positions, types)])["cache"] for _ in range(shape.layers)]
+        self.caches = [
+            poisoned([bodies.cache_spec(shape, positions, types)])["cache"] for _ in range(shape.layers)
+        ]
         self.specs = bodies.decode_scratch(shape, most, positions, types)
 
     def feed(self, ids: Tensor) -> Tensor:
@@ -36,7 +39,9 @@ class Generator:
 
 
 @pytest.mark.parametrize(("precision", "limit"), (("fp32", 1e-5), ("fp64", 1e-6), ("bf16-mixed", 4e-2)))
-def test_cached_decoding_equals_the_whole_forward(kernels: Kernels, rng: random.Random, precision: str, limit: float) -> None:
+def test_cached_decoding_equals_the_whole_forward(
+    kernels: Kernels, rng: random.Random, precision: str, limit: float
+) -> None:
     shape = random_shape(rng, tied=rng.random() < 0.5, grouped=True)
     model = PlainModel(shape, precision, rng.randrange(2**31), kernels)
     (document,) = random_documents(rng, shape, (170,))

@@ -7,12 +7,13 @@ from itertools import product
 
 import pytest
 import torch
-from packmule.kernels.contract import Kernels
-from packmule.models import llama
-from packmule.shapes import bodies
 from tests.parity.oracle import oracle_step
 from tests.parity.plain import PlainModel, forward, plain_logits, plain_step, poisoned
 from tests.parity.samples import pack, random_documents, random_shape, relative
+
+from packmule.kernels.contract import Kernels
+from packmule.models import llama
+from packmule.shapes import bodies
 
 TOLERANCE = {"fp32": 1e-5, "fp64": 1e-10}
 LENGTHS = (7, 150, 150, 40, 1, 129, 40)
@@ -23,7 +24,9 @@ def same_bits(ours: list[dict[str, torch.Tensor]], theirs: list[dict[str, torch.
     return all(torch.equal(a[name], b[name]) for a, b in zip(ours, theirs, strict=True) for name in a)
 
 
-@pytest.mark.parametrize(("precision", "tied", "grouped"), list(product(TOLERANCE, (False, True), (False, True))))
+@pytest.mark.parametrize(
+    ("precision", "tied", "grouped"), list(product(TOLERANCE, (False, True), (False, True)))
+)
 def test_logits_loss_and_every_gradient_equal_transformers(
     kernels: Kernels, rng: random.Random, precision: str, tied: bool, grouped: bool
 ) -> None:
@@ -46,7 +49,9 @@ def test_logits_loss_and_every_gradient_equal_transformers(
 
 
 @pytest.mark.parametrize("tied", (False, True))
-def test_token_weighted_accumulation_does_not_depend_on_the_split(kernels: Kernels, rng: random.Random, tied: bool) -> None:
+def test_token_weighted_accumulation_does_not_depend_on_the_split(
+    kernels: Kernels, rng: random.Random, tied: bool
+) -> None:
     shape = random_shape(rng, tied, grouped=True)
     model = PlainModel(shape, "fp64", rng.randrange(2**31), kernels)
     documents = random_documents(rng, shape, [rng.randint(3, 200) for _ in range(8)])
@@ -64,7 +69,9 @@ def test_token_weighted_accumulation_does_not_depend_on_the_split(kernels: Kerne
 
 
 @pytest.mark.parametrize("precision", ("fp32", "bf16-mixed", "fp64"))
-def test_recompute_capacity_and_rerun_give_the_same_bits(kernels: Kernels, rng: random.Random, precision: str) -> None:
+def test_recompute_capacity_and_rerun_give_the_same_bits(
+    kernels: Kernels, rng: random.Random, precision: str
+) -> None:
     shape = random_shape(rng, tied=False, grouped=True)
     model = PlainModel(shape, precision, rng.randrange(2**31), kernels)
     batches = [pack(random_documents(rng, shape, lengths)) for lengths in ((60, 60, 9), (140, 33))]
@@ -91,7 +98,9 @@ def test_loss_chunks_agree_in_float64(kernels: Kernels, rng: random.Random) -> N
 
 
 @pytest.mark.parametrize("tied", (False, True))
-def test_bf16_gradients_stay_within_six_percent_of_fp32(kernels: Kernels, rng: random.Random, tied: bool) -> None:
+def test_bf16_gradients_stay_within_six_percent_of_fp32(
+    kernels: Kernels, rng: random.Random, tied: bool
+) -> None:
     """bf16 keeps 8 bits: every rounding is up to 0.4 %, and a few dozen add up, norm-wise."""
     shape, seed = random_shape(rng, tied, grouped=True), rng.randrange(2**31)
     low, high = (PlainModel(shape, p, seed, kernels) for p in ("bf16-mixed", "fp32"))
@@ -121,7 +130,9 @@ def test_a_document_never_sees_another(kernels: Kernels, rng: random.Random, pre
 
 
 @pytest.mark.parametrize("precision", ("fp32", "bf16-mixed", "fp64"))
-def test_evaluation_is_the_training_loss_to_the_last_bit(kernels: Kernels, rng: random.Random, precision: str) -> None:
+def test_evaluation_is_the_training_loss_to_the_last_bit(
+    kernels: Kernels, rng: random.Random, precision: str
+) -> None:
     shape = random_shape(rng, tied=True, grouped=True)
     model = PlainModel(shape, precision, rng.randrange(2**31), kernels)
     batch = pack(random_documents(rng, shape, (90, 12)))
@@ -137,9 +148,7 @@ def test_evaluation_is_the_training_loss_to_the_last_bit(kernels: Kernels, rng: 
             }
             dx = model.inputs(batch.tokens)
             results.append(
-                llama.head_loss(
-                    model.decoder, weights, batch, inputs[-1], 0.5, 25, dx, grads, scratch, True
-                )
+                llama.head_loss(model.decoder, weights, batch, inputs[-1], 0.5, 25, dx, grads, scratch, True)
             )
         else:
             results.append(llama.head_evaluate(model.decoder, weights, batch, inputs[-1], 25, scratch))

@@ -72,30 +72,21 @@ class Decoder:
     """What every body of a run shares, and nothing that changes.
 
     Attributes:
-        features: CPU features; they choose attention's variant.
         cos, sin: RoPE tables, statistics dtype [positions, D / 2].
     """
 
     kernels: Kernels
     shape: ModelShape
     types: Dtypes
-    features: tuple[str, ...]
     cos: Tensor
     sin: Tensor
 
     @classmethod
-    def create(
-        cls,
-        kernels: Kernels,
-        shape: ModelShape,
-        precision: str,
-        positions: int,
-        features: tuple[str, ...] = (),
-    ) -> Decoder:
+    def create(cls, kernels: Kernels, shape: ModelShape, precision: str, positions: int) -> Decoder:
         """Make the tables for positions 0..positions-1 in one of DTYPES' precisions."""
         types = DTYPES[precision]
         cos, sin = rope_tables(shape, positions, types.statistic)
-        return cls(kernels, shape, types, features, cos, sin)
+        return cls(kernels, shape, types, cos, sin)
 
 
 def rope_tables(shape: ModelShape, positions: int, dtype_name: str) -> tuple[Tensor, Tensor]:
@@ -162,9 +153,7 @@ def _layer_until_down(
     for target in (q, k):
         kernels.rope(target, decoder.cos, decoder.sin, batch.positions, shape.head_dim, False)
     lse = saved["lse"][: shape.heads * n]
-    attention_forward(
-        kernels, shape, batch.groups, decoder.features, q, k, v, attention, lse, scratch
-    )
+    attention_forward(kernels, shape, batch.groups, q, k, v, attention, lse, scratch)
     torch.addmm(x, attention, weights["o.weight"].t(), out=middle)
     kernels.rmsnorm(middle, weights["norm2.weight"], shape.norm_eps, normed, saved["rstd2"][:n])
     torch.mm(normed, weights["gate.weight"].t(), out=gate)
@@ -231,9 +220,7 @@ def layer_backward(
     dattention = scratch["wide"][: n * width].view(n, width)
     torch.mm(dx, weights["o.weight"], out=dattention)
     lse = saved["lse"][: shape.heads * n]
-    attention_backward(
-        kernels, shape, batch.groups, decoder.features, q, k, v, attention, lse, dattention, q, k, v, scratch
-    )
+    attention_backward(kernels, shape, batch.groups, q, k, v, attention, lse, dattention, q, k, v, scratch)
     for grad in (q, k):
         kernels.rope(grad, decoder.cos, decoder.sin, batch.positions, shape.head_dim, True)
     kernels.rmsnorm(x, weights["norm1.weight"], shape.norm_eps, normed, saved["rstd1"][:n])
