@@ -35,7 +35,7 @@ PM_INLINE Normalizer<S> normalizer(const C* row, int64_t n, S scale) {
     }
     const S shift = top == lowest ? S(0) : top;
     each(begin, end, [&](int64_t i, auto lanes) {
-      total = total + exponential(padded(load(row + i, lanes) * scale, lanes, lowest) - shift);
+      total = total + exponential<true>(padded(load(row + i, lanes) * scale, lanes, lowest) - shift);
     });
   }
   return {top == lowest ? S(0) : top, sum(total)};
@@ -63,7 +63,7 @@ int cross_entropy(Pool* pool, int64_t chunk, int64_t vocab, C* logits, const int
       const S p = exponential_one(goal - z.shift) / z.sum;
       const S factor = S(scale) / z.sum;
       each(0, vocab, [&](int64_t i, auto lanes) {
-        store(row + i, exponential(load(row + i, lanes) - z.shift) * factor, lanes);
+        store(row + i, exponential<true>(load(row + i, lanes) - z.shift) * factor, lanes);
       });
       put(row + target, (p - S(1)) * S(scale));
     }
@@ -84,7 +84,7 @@ void causal_softmax(Pool* pool, int64_t batch, int64_t n, int64_t m, C* scores, 
       lse[line] = logarithm(z.sum) + z.shift;
       const S inverse = S(1) / z.sum;
       each(0, seen, [&](int64_t i, auto lanes) {
-        store(row + i, exponential(load(row + i, lanes) * S(scale) - z.shift) * inverse, lanes);
+        store(row + i, exponential<true>(load(row + i, lanes) * S(scale) - z.shift) * inverse, lanes);
       });
       memset(row + seen, 0, (m - seen) * sizeof(C));
     }

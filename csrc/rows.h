@@ -108,7 +108,7 @@ int rope(Pool* pool, int64_t n, int64_t heads, int64_t head_dim, int64_t rows, C
 }
 
 template <class S> PM_INLINE V<S> sigmoid(V<S> a) {
-  return splat(S(1)) / (exponential(splat(S(0)) - a) + S(1));
+  return splat(S(1)) / (exponential<false>(splat(S(0)) - a) + S(1));
 }
 
 template <class C> void swiglu(Pool* pool, int64_t count, const C* gate, const C* up, C* out) {

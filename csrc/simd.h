@@ -95,11 +95,25 @@ template <class T> PM_INLINE V<T> load(const T* p, Full) {
   return out;
 }
 
+// Between 16 and 32 bits; GCC 12 takes detours where one instruction does it.
+#if defined(__AVX512F__)
+PM_INLINE U longer(H a) { return (U)_mm512_cvtepu16_epi32((__m256i)a); }
+PM_INLINE H shorter(U a) { return (H)_mm512_cvtepi32_epi16((__m512i)a); }
+#elif defined(__AVX2__)
+PM_INLINE U longer(H a) { return (U)_mm256_cvtepu16_epi32((__m128i)a); }
+PM_INLINE H shorter(U a) {  // of values below 65536
+  const __m256i packed = _mm256_packus_epi32((__m256i)a, (__m256i)a);
+  return (H)_mm256_castsi256_si128(_mm256_permute4x64_epi64(packed, 8));
+}
+#else
+PM_INLINE U longer(H a) { return __builtin_convertvector(a, U); }
+PM_INLINE H shorter(U a) { return __builtin_convertvector(a, H); }
+#endif
+
 PM_INLINE V<float> load(const bf16* p, Full) {
   V<float> out;
   for (int k = 0; k < V<float>::K; ++k) {
-    const H half = from<H>(p + k * kFloats);
-    out.v[k] = (F)(__builtin_convertvector(half, U) << 16);
+    out.v[k] = (F)(longer(from<H>(p + k * kFloats)) << 16);
   }
   return out;
 }
@@ -120,9 +134,7 @@ PM_INLINE void store(bf16* p, V<float> a, Full) {
     const U u = (U)a.v[k];
     const U nearest = (u + (0x7fffu + ((u >> 16) & 1u))) >> 16;
     const U quiet = (u >> 16) | 0x40u;
-    const U pick = (u & 0x7fffffffu) > 0x7f800000u ? quiet : nearest;
-    const H half = __builtin_convertvector(pick, H);
-    into(p + k * kFloats, half);
+    into(p + k * kFloats, shorter(a.v[k] != a.v[k] ? quiet : nearest));
   }
 }
 
@@ -224,15 +236,13 @@ PM_INLINE float logarithm(float a) { return static_cast<float>(::log(static_cast
 PM_INLINE double logarithm(double a) { return ::log(a); }
 
 // e^x to about one unit in the last place: x = n ln 2 + r, |r| <= ln 2 / 2, a polynomial in r
-// and two exact scalings (so that results near the smallest float are rounded once).
-// Coefficients: Cephes expf (Moshier). NaN stays NaN; 0 below -104; inf above 88.73.
-PM_INLINE V<float> exponential(V<float> a) {
+// (coefficients: Cephes expf, Moshier), times 2^n. NaN stays NaN; 0 below -87.33, where results
+// are subnormal; inf above 88.37. Negative says that x is at most 0, which saves the last.
+template <bool Negative> PM_INLINE V<float> exponential(V<float> a) {
   constexpr float kMagic = 12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer
   V<float> out;
   for (int k = 0; k < V<float>::K; ++k) {
-    F x = a.v[k];
-    x = x > 88.8f ? F{} + 88.8f : x;
-    x = x < -104.0f ? F{} - 104.0f : x;
+    const F x = a.v[k];
     const F shifted = x * 1.44269504088896341f + kMagic;
     const F n = shifted - kMagic;
     const F r = (x - n * 0.693359375f) - n * -2.12194440e-4f;
@@ -242,23 +252,23 @@ PM_INLINE V<float> exponential(V<float> a) {
     y = y * r + 1.6666665459e-1f;
     y = y * r + 5.0000001201e-1f;
     y = (y * (r * r) + r) + 1.0f;
-    const U power = (U)shifted - 0x4b400000u;
-    const U low = (U)((I)power >> 1);
-    const U high = power - low;
-    y = y * (F)((low + 127u) << 23);
-    out.v[k] = y * (F)((high + 127u) << 23);
+    y = y * (F)(((U)shifted << 23) + 0x3f800000u);  // the low bits of shifted hold n
+    y = x < -87.33f ? F{} : y;
+    if constexpr (!Negative) y = x > 88.37f ? F{} + INFINITY : y;
+    out.v[k] = y;
   }
   return out;
 }
 
-PM_INLINE V<double> exponential(V<double> a) {
+template <bool Negative> PM_INLINE V<double> exponential(V<double> a) {
   double lanes[kLanes];
   store(lanes, a, Full());
   for (int i = 0; i < kLanes; ++i) lanes[i] = ::exp(lanes[i]);
   return load(lanes, Full());
 }
 
-template <class T> PM_INLINE T exponential_one(T a) { return lane(exponential(splat(a)), 0); }
+// Of one number that is at most 0.
+template <class T> PM_INLINE T exponential_one(T a) { return lane(exponential<true>(splat(a)), 0); }
 
 // ---- loops ----
 

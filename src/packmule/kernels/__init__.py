@@ -1,8 +1,8 @@
 """Compute kernels: one contract, two families. `load` picks one. Nothing else lives here.
 
-    contract   the protocol `Kernels`, with shapes and dtypes
-    native     `NativeKernels`: csrc through ctypes; loads no torch
-    reference  `TorchKernels`: the readable twin in torch
+contract   the protocol `Kernels`, with shapes and dtypes
+native     `NativeKernels`: csrc through ctypes; loads no torch
+reference  `TorchKernels`: the readable twin in torch
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ IGNORED = -100
 
 
 def dtype_name(tensor: Tensor) -> str:
-    """"float32" for torch.float32."""
+    """ "float32" for torch.float32."""
     return str(tensor.dtype)[6:]
 
 
@@ -127,9 +127,7 @@ def _as_many(name: str, tensor: Tensor, like: Tensor) -> int:
     return like.numel()
 
 
-def adamw(
-    master: Tensor, m: Tensor, v: Tensor, grad: Tensor, weight: Tensor | None, step: int
-) -> int:
+def adamw(master: Tensor, m: Tensor, v: Tensor, grad: Tensor, weight: Tensor | None, step: int) -> int:
     """Elements."""
     g = _need("master", master, ("float32", "float64"))
     low = (g, "bfloat16") if g == "float32" else (g,)

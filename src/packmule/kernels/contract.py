@@ -15,8 +15,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Literal, Protocol
 
 if TYPE_CHECKING:
-    from typing_extensions import Buffer
     from torch import Tensor
+    from typing_extensions import Buffer
 
 Family = Literal["native", "torch"]
 
@@ -30,7 +30,7 @@ class Kernels(Protocol):
 
     @property
     def isa(self) -> str:
-        """"scalar", "avx2", "avx512", or "torch". Never changes a result of the native family."""
+        """ "scalar", "avx2", "avx512", or "torch". Never changes a result of the native family."""
 
     @property
     def family(self) -> Family:
@@ -76,9 +76,7 @@ class Kernels(Protocol):
     def swiglu(self, gate: Tensor, up: Tensor, out: Tensor) -> None:
         """out = silu(gate) * up (Shazeer 2020). All c, one shape; out may be either input."""
 
-    def swiglu_backward(
-        self, da: Tensor, gate: Tensor, up: Tensor, dgate: Tensor, dup: Tensor
-    ) -> None:
+    def swiglu_backward(self, da: Tensor, gate: Tensor, up: Tensor, dgate: Tensor, dup: Tensor) -> None:
         """Gradients of `swiglu`. All c, one shape; dgate may be gate, dup may be up."""
 
     def cross_entropy(

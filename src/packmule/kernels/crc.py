@@ -22,7 +22,7 @@ LANES = 4096
 @lru_cache(maxsize=1)
 def table() -> np.ndarray:
     """uint32 [256]: the register after each byte, from zero."""
-    entries = np.arange(256, dtype=np.uint32)
+    entries: np.ndarray = np.arange(256, dtype=np.uint32)
     for _ in range(8):
         entries = (entries >> 1) ^ np.where(entries & 1, np.uint32(POLYNOMIAL), np.uint32(0))
     return entries

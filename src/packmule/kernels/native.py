@@ -162,9 +162,7 @@ class NativeKernels:
         count = checks.same(gate=gate, up=up, out=out)
         self._call("swiglu", _code(gate), count, gate.data_ptr(), up.data_ptr(), out.data_ptr())
 
-    def swiglu_backward(
-        self, da: Tensor, gate: Tensor, up: Tensor, dgate: Tensor, dup: Tensor
-    ) -> None:
+    def swiglu_backward(self, da: Tensor, gate: Tensor, up: Tensor, dgate: Tensor, dup: Tensor) -> None:
         count = checks.same(da=da, gate=gate, up=up, dgate=dgate, dup=dup)
         inputs = (da.data_ptr(), gate.data_ptr(), up.data_ptr())
         self._call("swiglu_backward", _code(gate), count, *inputs, dgate.data_ptr(), dup.data_ptr())
@@ -245,9 +243,7 @@ class NativeKernels:
 
     def causal_softmax(self, scores: Tensor, offset: int, scale: float, lse: Tensor) -> None:
         sizes = checks.causal_softmax(scores, offset, lse)
-        self._call(
-            "causal_softmax", _code(scores), *sizes, scores.data_ptr(), offset, scale, lse.data_ptr()
-        )
+        self._call("causal_softmax", _code(scores), *sizes, scores.data_ptr(), offset, scale, lse.data_ptr())
 
     def causal_softmax_backward(self, p: Tensor, dp: Tensor, delta: Tensor, scale: float) -> None:
         batch, n, m = checks.causal_softmax_backward(p, dp, delta)

@@ -13,8 +13,8 @@ from packmule.kernels import checks, crc
 from packmule.kernels.contract import Family
 
 if TYPE_CHECKING:
-    from typing_extensions import Buffer
     from torch import Tensor
+    from typing_extensions import Buffer
 
 CHUNK = 65536
 """Elements of one partial sum of `sum_squares`."""
@@ -88,9 +88,7 @@ class TorchKernels:
         wide = gate.to(s)
         out.copy_(wide * torch.sigmoid(wide) * up.to(s))
 
-    def swiglu_backward(
-        self, da: Tensor, gate: Tensor, up: Tensor, dgate: Tensor, dup: Tensor
-    ) -> None:
+    def swiglu_backward(self, da: Tensor, gate: Tensor, up: Tensor, dgate: Tensor, dup: Tensor) -> None:
         checks.same(da=da, gate=gate, up=up, dgate=dgate, dup=dup)
         s = _statistic(gate)
         d, g, u = da.to(s), gate.to(s), up.to(s)
@@ -108,9 +106,8 @@ class TorchKernels:
         if not chunk:
             return
         wide = logits.to(_statistic(logits))
-        lse = torch.logsumexp(wide, dim=1)
         at = targets.where(seen, 0)[:, None]
-        loss.copy_((lse - wide.gather(1, at)[:, 0]).where(seen, 0.0))
+        loss.copy_((-torch.log_softmax(wide, dim=1).gather(1, at)[:, 0]).where(seen, 0.0))
         if gradient:
             p = torch.softmax(wide, dim=1)
             p.scatter_add_(1, at, -torch.ones_like(at, dtype=p.dtype))
@@ -139,8 +136,9 @@ class TorchKernels:
 
     def sum_squares(self, x: Tensor) -> float:
         checks.same(x=x)
-        chunks = x.view(-1).split(CHUNK) if x.numel() else ()
-        return sum((float(chunk.double().square().sum()) for chunk in chunks), 0.0)
+        flat = x.view(-1)
+        starts = range(0, flat.numel(), CHUNK)
+        return sum((float(flat[i : i + CHUNK].double().square().sum()) for i in starts), 0.0)
 
     def adamw(
         self,

@@ -1,0 +1,771 @@
+"""The kernel contract, by table: one row per method, inheriting every property below.
+
+Properties: each family agrees with the formula in float64; every build and thread count gives
+the same bits; what is only written is never read. A new kernel enters by one row of CASES.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from packmule.kernels import load, native
+from packmule.kernels.reference import TorchKernels
+
+Tensors = dict[str, torch.Tensor]
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float64)
+BUILDS = native.available()
+FAMILIES = (*BUILDS[:1], "torch")  # the other builds are held to the first bit by bit
+
+# (relative to the element, relative to the largest element of the output)
+TOLERANCE = {
+    torch.float64: (1e-13, 1e-14),
+    torch.float32: (2e-6, 1e-6),
+    torch.bfloat16: (2.0**-8, 2.0**-20),  # half a unit in the last place, doubled near powers of two
+}
+
+
+@pytest.fixture
+def rng(seed: int) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+@pytest.fixture(params=FAMILIES)
+def kernels(request: pytest.FixtureRequest) -> Iterator[Any]:
+    found = load(2, request.param)
+    yield found
+    found.close()
+
+
+def wide(dtype: torch.dtype) -> torch.dtype:
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def normal(rng: torch.Generator, *shape: int, dtype: torch.dtype, scale: float = 1.0) -> torch.Tensor:
+    return (torch.randn(shape, generator=rng, dtype=torch.float64) * scale).to(dtype)
+
+
+def unset(*shape: int, dtype: torch.dtype) -> torch.Tensor:
+    """Memory as the engine hands it out in test mode: every byte 0xFF, which is NaN."""
+    return torch.full(shape, -1, dtype=torch.int8).repeat_interleave(dtype.itemsize, -1).view(dtype)
+
+
+def integers(
+    rng: torch.Generator, low: int, high: int, n: int, dtype: torch.dtype = torch.int64
+) -> torch.Tensor:
+    return torch.randint(low, high, (n,), generator=rng).to(dtype)
+
+
+@dataclass(frozen=True)
+class Case:
+    """One method: inputs and unset outputs by name, the call, and its formula in float64."""
+
+    name: str
+    sizes: tuple[tuple[int, ...], ...]
+    make: Callable[[torch.Generator, torch.dtype, tuple[int, ...]], Tensors]
+    call: Callable[[Any, Tensors], None]
+    formula: Callable[[Tensors], Tensors]
+    terms: float = 0.0
+    """Size of the terms an output is the difference of, where they may cancel."""
+
+    def run(self, kernels: Any, tensors: Tensors) -> Tensors:
+        """The whole state after the call, so that writes beyond the outputs are seen."""
+        copies = {name: tensor.clone() for name, tensor in tensors.items()}
+        self.call(kernels, copies)
+        return copies
+
+
+FLAT = ((1,), (7,), (17,), (1000,), (65537,))
+MATRIX = ((1, 1), (3, 7), (17, 17), (5, 1000), (600, 65), (1, 65537))
+EPS = 1e-5
+
+
+def make_rmsnorm(rng, dtype, size):
+    n, h = size
+    return {
+        "x": normal(rng, n, h, dtype=dtype, scale=3),
+        "weight": normal(rng, h, dtype=dtype),
+        "out": unset(n, h, dtype=dtype),
+        "rstd": unset(n, dtype=wide(dtype)),
+    }
+
+
+def formula_rmsnorm(t):
+    rstd = 1 / torch.sqrt(t["x"].square().mean(1) + EPS)
+    return {"rstd": rstd, "out": t["x"] * rstd[:, None] * t["weight"]}
+
+
+def make_rmsnorm_backward(residual: bool, first: bool):
+    def make(rng, dtype, size):
+        n, h = size
+        t = {name: normal(rng, n, h, dtype=dtype) for name in ("dy", "x")}
+        t["weight"] = normal(rng, h, dtype=dtype)
+        t["rstd"] = (1 / torch.sqrt(t["x"].double().square().mean(1) + EPS)).to(wide(dtype))
+        t["dx"] = unset(n, h, dtype=dtype)
+        t["dweight"] = unset(h, dtype=wide(dtype)) if first else normal(rng, h, dtype=wide(dtype))
+        if residual:
+            t["residual"] = normal(rng, n, h, dtype=dtype)
+        return t
+
+    return make
+
+
+def call_rmsnorm_backward(first: bool):
+    def call(k, t):
+        k.rmsnorm_backward(
+            t["dy"], t["x"], t["weight"], t["rstd"], t["dx"], t["dweight"], t.get("residual"), first
+        )
+
+    return call
+
+
+def formula_rmsnorm_backward(first: bool):
+    def formula(t):
+        """Autograd through the forward's formula, at the saved rstd's precision."""
+        x, weight = t["x"].clone().requires_grad_(), t["weight"].clone().requires_grad_()
+        (x / torch.sqrt(x.square().mean(1, keepdim=True) + EPS) * weight).backward(t["dy"])
+        assert x.grad is not None and weight.grad is not None
+        return {
+            "dx": x.grad + t.get("residual", torch.zeros(1)),
+            "dweight": weight.grad + (0 if first else t["dweight"]),
+        }
+
+    return formula
+
+
+def make_rope(rng, dtype, size):
+    n, heads, dim = size
+    angle = normal(rng, 50, dim // 2, dtype=torch.float64)
+    return {
+        "x": normal(rng, n, heads * dim, dtype=dtype),
+        "cos": angle.cos().to(wide(dtype)),
+        "sin": angle.sin().to(wide(dtype)),
+        "positions": integers(rng, 0, 50, n, torch.int32),
+        "dim": torch.tensor(dim),
+    }
+
+
+def formula_rope(inverse: bool):
+    def formula(t):
+        """Hugging Face Llama: x * cos + rotate_half(x) * sin."""
+        x = t["x"].view(len(t["positions"]), -1, int(t["dim"]))
+        at = t["positions"].long()
+        cos, sin = (torch.cat((t[name][at],) * 2, -1)[:, None] for name in ("cos", "sin"))
+        low, high = x.chunk(2, -1)
+        turned = torch.cat((-high, low), -1)
+        return {"x": (x * cos + turned * (-sin if inverse else sin)).flatten(1)}
+
+    return formula
+
+
+def make_swiglu(rng, dtype, size):
+    return {
+        "gate": normal(rng, *size, dtype=dtype, scale=4),
+        "up": normal(rng, *size, dtype=dtype),
+        "out": unset(*size, dtype=dtype),
+    }
+
+
+def make_swiglu_backward(rng, dtype, size):
+    t = {name: normal(rng, *size, dtype=dtype, scale=2) for name in ("da", "gate", "up")}
+    return t | {name: unset(*size, dtype=dtype) for name in ("dgate", "dup")}
+
+
+def formula_swiglu_backward(t):
+    gate, up = t["gate"].clone().requires_grad_(), t["up"].clone().requires_grad_()
+    (gate / (1 + torch.exp(-gate)) * up).backward(t["da"])
+    return {"dgate": gate.grad, "dup": up.grad}
+
+
+def make_cross_entropy(rng, dtype, size):
+    chunk, vocab = size
+    targets = integers(rng, 0, vocab, chunk)
+    targets[1::3] = -100
+    logits = normal(rng, chunk, vocab, dtype=torch.float64, scale=3)
+    logits[0] = logits[0].sort().values  # every block raises the running maximum
+    return {"logits": logits.to(dtype), "targets": targets, "loss": unset(chunk, dtype=wide(dtype))}
+
+
+def formula_cross_entropy(gradient: bool):
+    def formula(t):
+        logits = t["logits"].clone().requires_grad_()
+        loss = torch.nn.functional.cross_entropy(logits, t["targets"], reduction="none", ignore_index=-100)
+        (loss.sum() * 0.25).backward()
+        return {"loss": loss.detach(), "logits": logits.grad if gradient else t["logits"]}
+
+    return formula
+
+
+def make_embedding(rng, dtype, size):
+    n, h = size
+    return {
+        "table": normal(rng, 11, h, dtype=dtype),
+        "ids": integers(rng, 0, 11, n),
+        "out": unset(n, h, dtype=dtype),
+    }
+
+
+def make_embedding_backward(first: bool):
+    def make(rng, dtype, size):
+        n, h = size
+        g = wide(dtype)
+        return {
+            "dy": normal(rng, n, h, dtype=dtype),
+            "ids": integers(rng, 0, 11, n),
+            "grad": unset(13, h, dtype=g) if first else normal(rng, 13, h, dtype=g),
+        }
+
+    return make
+
+
+def formula_embedding_backward(first: bool):
+    def formula(t):
+        onehot = torch.nn.functional.one_hot(t["ids"], 13).double()
+        return {"grad": onehot.T @ t["dy"] + (0 if first else t["grad"])}
+
+    return formula
+
+
+def make_accumulate(first: bool, full: bool):
+    def make(rng, dtype, size):
+        g = wide(dtype)
+        dst = unset(*size, dtype=g) if first else normal(rng, *size, dtype=g)
+        return {"dst": dst, "src": normal(rng, *size, dtype=g if full else dtype)}
+
+    return make
+
+
+def make_cast(to: torch.dtype):
+    def make(rng, dtype, size):
+        return {"src": normal(rng, *size, dtype=dtype, scale=100), "dst": unset(*size, dtype=to)}
+
+    return make
+
+
+def make_sum_squares(rng, dtype, size):
+    return {"x": normal(rng, *size, dtype=dtype, scale=1e3), "total": unset(1, dtype=torch.float64)}
+
+
+def call_sum_squares(k, t):
+    t["total"][0] = k.sum_squares(t["x"])
+
+
+ADAMW = {
+    "lr": 3e-3,
+    "beta1": 0.9,
+    "beta2": 0.95,
+    "eps": 1e-8,
+    "weight_decay": 0.1,
+    "step": 3,
+    "grad_scale": 0.7,
+}
+
+
+def make_adamw(low_grad: bool, weight: bool):
+    def make(rng, dtype, size):
+        g = wide(dtype)
+        t = {name: normal(rng, *size, dtype=g) for name in ("master", "m", "v")}
+        t["v"].square_()
+        t["grad"] = normal(rng, *size, dtype=dtype if low_grad else g)
+        if weight:
+            t["weight"] = unset(*size, dtype=dtype)
+        return t
+
+    return make
+
+
+def formula_adamw(t):
+    """Loshchilov & Hutter 2019, Algorithm 2."""
+    c = ADAMW
+    g = t["grad"] * c["grad_scale"]
+    m = c["beta1"] * t["m"] + (1 - c["beta1"]) * g
+    v = c["beta2"] * t["v"] + (1 - c["beta2"]) * g * g
+    mhat, vhat = m / (1 - c["beta1"] ** c["step"]), v / (1 - c["beta2"] ** c["step"])
+    p = t["master"] - c["lr"] * (mhat / (vhat.sqrt() + c["eps"]) + c["weight_decay"] * t["master"])
+    return {"master": p, "m": m, "v": v} | ({"weight": p} if "weight" in t else {})
+
+
+def make_causal_softmax(rng, dtype, size):
+    batch, n, m, offset = size
+    scores = normal(rng, batch, n, m, dtype=dtype, scale=5)
+    hidden = torch.ones(n, m, dtype=torch.bool).triu(offset + 1)
+    scores[:, hidden] = math.nan  # a matmul may leave anything there
+    return {"scores": scores, "offset": torch.tensor(offset), "lse": unset(batch, n, dtype=wide(dtype))}
+
+
+def formula_causal_softmax(t):
+    n, m = t["scores"].shape[1:]
+    seen = torch.arange(m) <= torch.arange(n)[:, None] + t["offset"]
+    power = torch.where(seen, torch.exp(t["scores"] * 0.3), 0.0)
+    return {"scores": power / power.sum(2, keepdim=True), "lse": power.sum(2).log()}
+
+
+def make_causal_softmax_backward(rng, dtype, size):
+    batch, n, m, _ = size
+    return {
+        "p": normal(rng, batch, n, m, dtype=torch.float64).softmax(2).to(dtype),
+        "dp": normal(rng, batch, n, m, dtype=dtype),
+        "delta": normal(rng, batch, n, dtype=wide(dtype)),
+    }
+
+
+ROPE = ((1, 1, 2), (3, 7, 6), (17, 3, 64), (700, 3, 34), (60, 9, 128))
+ATTENTION = (
+    (1, 1, 1, 0),
+    (3, 7, 7, 0),
+    (2, 17, 17, 3),
+    (4, 5, 1000, 995),
+    (2, 170, 170, 0),
+    (1, 3, 5000, 4000),
+)
+
+CASES = (
+    Case(
+        "rmsnorm",
+        MATRIX,
+        make_rmsnorm,
+        lambda k, t: k.rmsnorm(t["x"], t["weight"], EPS, t["out"], t["rstd"]),
+        formula_rmsnorm,
+    ),
+    *(
+        Case(
+            f"rmsnorm_backward{'+residual' * residual}{'+first' * first}",
+            MATRIX,
+            make_rmsnorm_backward(residual, first),
+            call_rmsnorm_backward(first),
+            formula_rmsnorm_backward(first),
+            terms=1.0,
+        )
+        for residual, first in ((False, True), (True, False))
+    ),
+    *(
+        Case(
+            f"rope{'+inverse' * inverse}",
+            ROPE,
+            make_rope,
+            lambda k, t, inverse=inverse: k.rope(
+                t["x"], t["cos"], t["sin"], t["positions"], int(t["dim"]), inverse
+            ),
+            formula_rope(inverse),
+        )
+        for inverse in (False, True)
+    ),
+    Case(
+        "swiglu",
+        FLAT,
+        make_swiglu,
+        lambda k, t: k.swiglu(t["gate"], t["up"], t["out"]),
+        lambda t: {"out": t["gate"] / (1 + torch.exp(-t["gate"])) * t["up"]},
+    ),
+    Case(
+        "swiglu_backward",
+        FLAT,
+        make_swiglu_backward,
+        lambda k, t: k.swiglu_backward(t["da"], t["gate"], t["up"], t["dgate"], t["dup"]),
+        formula_swiglu_backward,
+    ),
+    *(
+        Case(
+            f"cross_entropy{'+gradient' * gradient}",
+            ((1, 1), (3, 7), (7, 17), (5, 1000), (20, 4099), (1, 65537)),
+            make_cross_entropy,
+            lambda k, t, gradient=gradient: k.cross_entropy(
+                t["logits"], t["targets"], 0.25, t["loss"], gradient
+            ),
+            formula_cross_entropy(gradient),
+        )
+        for gradient in (False, True)
+    ),
+    Case(
+        "embedding",
+        MATRIX,
+        make_embedding,
+        lambda k, t: k.embedding(t["table"], t["ids"], t["out"]),
+        lambda t: {"out": t["table"][t["ids"]]},
+    ),
+    *(
+        Case(
+            f"embedding_backward{'+first' * first}",
+            MATRIX,
+            make_embedding_backward(first),
+            lambda k, t, first=first: k.embedding_backward(t["dy"], t["ids"], t["grad"], first),
+            formula_embedding_backward(first),
+        )
+        for first in (False, True)
+    ),
+    *(
+        Case(
+            f"accumulate{'+first' * first}{'+full' * full}",
+            FLAT,
+            make_accumulate(first, full),
+            lambda k, t, first=first: k.accumulate(t["dst"], t["src"], first),
+            lambda t, first=first: {"dst": t["src"] + (0 if first else t["dst"])},
+        )
+        for first, full in ((True, False), (False, False), (False, True))
+    ),
+    *(
+        Case(
+            f"cast to {str(to)[6:]}",
+            FLAT,
+            make_cast(to),
+            lambda k, t: k.cast(t["dst"], t["src"]),
+            lambda t: {"dst": t["src"]},
+        )
+        for to in DTYPES
+    ),
+    Case(
+        "sum_squares",
+        (*FLAT, (200_003,)),
+        make_sum_squares,
+        call_sum_squares,
+        lambda t: {"total": torch.tensor([math.fsum(t["x"].square().tolist())], dtype=torch.float64)},
+    ),
+    *(
+        Case(
+            f"adamw{'+low gradient' * low}{'+weight' * weight}",
+            FLAT,
+            make_adamw(low, weight),
+            lambda k, t: k.adamw(t["master"], t["m"], t["v"], t["grad"], t.get("weight"), *ADAMW.values()),
+            formula_adamw,
+        )
+        for low, weight in ((False, False), (False, True), (True, False), (True, True))
+    ),
+    Case(
+        "causal_softmax",
+        ATTENTION,
+        make_causal_softmax,
+        lambda k, t: k.causal_softmax(t["scores"], int(t["offset"]), 0.3, t["lse"]),
+        formula_causal_softmax,
+    ),
+    Case(
+        "causal_softmax_backward",
+        ATTENTION,
+        make_causal_softmax_backward,
+        lambda k, t: k.causal_softmax_backward(t["p"], t["dp"], t["delta"], 0.3),
+        lambda t: {"dp": t["p"] * (t["dp"] - t["delta"][:, :, None]) * 0.3},
+    ),
+)
+
+
+def in_float64(tensors: Tensors) -> Tensors:
+    return {name: t.double() if t.is_floating_point() else t for name, t in tensors.items()}
+
+
+def assert_same_bits(one: Tensors, other: Tensors, what: str) -> None:
+    for name, tensor in one.items():
+        a, b = (t.contiguous().view(-1).view(torch.uint8) for t in (tensor, other[name]))
+        assert torch.equal(a, b), f"{what}: {name} differs"
+
+
+def by_table(test: Callable[..., None]) -> Callable[..., None]:
+    test = pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: str(d)[6:])(test)
+    return pytest.mark.parametrize("case", CASES, ids=lambda c: c.name)(test)
+
+
+@by_table
+def test_agrees_with_the_formula_in_float64(case, dtype, kernels, rng):
+    for size in case.sizes:
+        tensors = case.make(rng, dtype, size)
+        got = case.run(kernels, tensors)
+        want = case.formula(in_float64(tensors))
+        for name, tensor in tensors.items():
+            if name not in want:  # an input
+                assert_same_bits({name: tensor}, got, f"{case.name} {size}")
+                continue
+            relative, absolute = TOLERANCE[got[name].dtype]
+            # A float64 output of float32 arithmetic, or the reverse, is only as good as the worse.
+            if tensor.dtype != torch.bfloat16 and case.name.startswith("cast"):
+                relative, absolute = TOLERANCE[tensor.dtype]
+            a, b = got[name].double(), want[name]
+            limit = relative * b.abs() + absolute * max(float(b.abs().max()), case.terms) * math.sqrt(size[0])
+            worst = ((a - b).abs() - limit).max()
+            assert worst <= 0, f"{size} {name}: off by {float((a - b).abs().max()):.3g}"
+
+
+@by_table
+def test_builds_and_thread_counts_give_the_same_bits(case, dtype, rng):
+    if not BUILDS:
+        pytest.skip("the native library is not built")
+    for size in case.sizes:
+        tensors = case.make(rng, dtype, size)
+        first: Tensors | None = None
+        for isa in BUILDS:
+            for threads in (1, 2, 3):
+                got = case.run(pool(isa, threads), tensors)
+                first = got if first is None else first
+                assert_same_bits(first, got, f"{size} {isa} {threads} threads")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def close_pools() -> Iterator[None]:
+    """One pool per build and thread count for the module; torch on one thread beside them."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+    for kernels in POOLS.values():
+        kernels.close()
+    POOLS.clear()
+
+
+POOLS: dict[tuple[str, int], Any] = {}
+
+
+def pool(isa: str, threads: int) -> Any:
+    if (isa, threads) not in POOLS:
+        POOLS[isa, threads] = load(threads, isa)
+    return POOLS[isa, threads]
+
+
+# ---- aliasing ----
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: str(d)[6:])
+def test_outputs_may_alias_inputs_where_the_contract_says(dtype, kernels, rng):
+    n, h = 70, 300
+    t = make_rmsnorm_backward(True, True)(rng, dtype, (n, h))
+    plain = {name: x.clone() for name, x in t.items()}
+    call_rmsnorm_backward(True)(kernels, plain)
+    for alias in ("dy", "residual"):
+        shared = {name: x.clone() for name, x in t.items()}
+        shared["dx"] = shared[alias]
+        call_rmsnorm_backward(True)(kernels, shared)
+        assert_same_bits({name: plain[name] for name in ("dx", "dweight")}, shared, alias)
+    t = make_swiglu_backward(rng, dtype, (n * h,))
+    plain = {name: x.clone() for name, x in t.items()}
+    kernels.swiglu_backward(plain["da"], plain["gate"], plain["up"], plain["dgate"], plain["dup"])
+    kernels.swiglu_backward(t["da"], t["gate"], t["up"], t["gate"], t["up"])
+    assert_same_bits({"gate": plain["dgate"], "up": plain["dup"]}, t, "swiglu_backward")
+
+
+# ---- extreme values ----
+
+
+def test_cast_matches_torch_bit_for_bit_on_every_kind_of_float(kernels, rng):
+    patterns = integers(rng, -(2**31), 2**31, 100_000, torch.int32)
+    special = [0.0, -0.0, math.inf, -math.inf, 1e-45, 3.4e38, 1 + 2.0**-8, 1 + 3 * 2.0**-8]
+    source = torch.cat((patterns.view(torch.float32), torch.tensor(special)))
+    for src in (source, source.double(), source.to(torch.bfloat16)):
+        for dtype in DTYPES:
+            got, want = torch.empty_like(src, dtype=dtype), src.to(dtype)
+            kernels.cast(got, src)
+            assert torch.equal(got.isnan(), want.isnan())
+            keep = ~want.isnan()
+            assert_same_bits({"x": want[keep]}, {"x": got[keep]}, f"{src.dtype} to {dtype}")
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: str(d)[6:])
+def test_swiglu_saturates_without_nan(dtype, kernels):
+    gate = torch.tensor([-1e30, -1000, -89, -88, -87, -0.0, 0.0, 87, 88, 89, 1000, 1e30, math.nan]).to(dtype)
+    one = torch.ones_like(gate)
+    out, dgate, dup = (torch.empty_like(gate) for _ in range(3))
+    kernels.swiglu(gate, one, out)
+    kernels.swiglu_backward(one, gate, one, dgate, dup)
+    x = gate.double().requires_grad_()
+    want = torch.nn.functional.silu(x)
+    want.sum().backward()
+    close = {"rtol": 2.0**-8, "atol": 1e-30, "equal_nan": True, "check_dtype": False}
+    torch.testing.assert_close(out.double(), want.detach(), **close)
+    torch.testing.assert_close(dup.double(), want.detach(), **close)
+    finite = slice(0, -1)
+    torch.testing.assert_close(dgate.double()[finite], x.grad[finite], **close | {"atol": 1e-6})
+    assert dgate[-1].isnan()
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: str(d)[6:])
+def test_cross_entropy_with_masked_huge_and_nan_logits(dtype, kernels):
+    vocab = 5000
+    logits = torch.zeros(5, vocab)
+    logits[0, :4000] = -math.inf  # whole blocks masked before the first finite logit
+    logits[1, 7] = 1e30
+    logits[2] = -1e30
+    logits[3, 11] = math.nan
+    logits[4] = torch.arange(vocab) * -0.01
+    targets = torch.tensor([4500, 7, 3, 2, -100])
+    logits, loss = logits.to(dtype), torch.empty(5, dtype=wide(dtype))
+    want = torch.log_softmax(logits.double(), 1)
+    kernels.cross_entropy(logits, targets, 2.0, loss, True)
+    torch.testing.assert_close(loss[:3].double(), -want[[0, 1, 2], targets[:3]], rtol=1e-5, atol=1e-6)
+    assert loss[3].isnan() and loss[4] == 0
+    gradient = want.exp()
+    gradient[[0, 1, 2], targets[:3]] -= 1
+    torch.testing.assert_close(logits[:3].double(), 2 * gradient[:3], rtol=1e-2, atol=1e-6)
+    assert logits[3].isnan().any() and not logits[4].any()
+
+
+def test_rmsnorm_of_zero_and_tiny_rows_is_finite(kernels):
+    x = torch.stack((torch.zeros(33), torch.full((33,), 1e-30), torch.full((33,), 1e18)))
+    out, rstd = torch.empty_like(x), torch.empty(3)
+    kernels.rmsnorm(x, torch.ones(33), EPS, out, rstd)
+    torch.testing.assert_close(out[0], torch.zeros(33))
+    torch.testing.assert_close(out[2], torch.ones(33))
+    assert out.isfinite().all() and rstd.isfinite().all()
+
+
+def test_nan_and_infinity_reach_the_sum_of_squares(kernels):
+    for bad in (math.nan, math.inf):
+        x = torch.ones(70_000)
+        x[69_999] = bad
+        assert not math.isfinite(kernels.sum_squares(x))
+    assert kernels.sum_squares(torch.empty(0)) == 0
+    assert kernels.sum_squares(torch.full((65536,), 1e30)) == pytest.approx(65536e60)
+
+
+# ---- AdamW ----
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 2e-6), (torch.float64, 1e-14)])
+def test_adamw_follows_torch_for_twenty_steps(dtype, tolerance, kernels, rng):
+    n = 4099
+    start = normal(rng, n, dtype=dtype)
+    theirs = torch.nn.Parameter(start.clone())
+    optimizer = torch.optim.AdamW(
+        [theirs], lr=3e-3, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1, foreach=False, fused=False
+    )
+    master, m, v = start.clone(), torch.zeros(n, dtype=dtype), torch.zeros(n, dtype=dtype)
+    for step in range(1, 21):
+        gradient = normal(rng, n, dtype=dtype, scale=10.0 ** (step % 5 - 3))
+        gradient[::7] = 0
+        theirs.grad = gradient * 0.5
+        optimizer.step()
+        kernels.adamw(master, m, v, gradient, None, 3e-3, 0.9, 0.95, 1e-8, 0.1, step, 0.5)
+    torch.testing.assert_close(master, theirs.detach(), rtol=tolerance, atol=tolerance)
+
+
+def test_adamw_with_zero_gradients_only_decays(kernels):
+    master, zero = torch.linspace(-2, 2, 1001), torch.zeros(1001)
+    m, v, want = zero.clone(), zero.clone(), master * (1 - 1e-2 * 0.1)
+    weight = torch.empty(1001, dtype=torch.bfloat16)
+    kernels.adamw(master, m, v, zero, weight, 1e-2, 0.9, 0.95, 1e-8, 0.1, 1, 1.0)
+    torch.testing.assert_close(master, want, rtol=1e-7, atol=0)
+    assert not m.any() and not v.any()
+    assert torch.equal(weight, master.to(torch.bfloat16))
+
+
+# ---- bytes ----
+
+
+def test_crc32c_matches_known_vectors(kernels):
+    # RFC 3720, B.4
+    vectors = {
+        b"123456789": 0xE3069283,
+        b"": 0,
+        bytes(32): 0x8A9136AA,
+        b"\xff" * 32: 0x62A8AB43,
+        bytes(range(32)): 0x46DD794E,
+        bytes(range(31, -1, -1)): 0x113FDB5C,
+    }
+    for data, want in vectors.items():
+        assert kernels.crc32c(data) == want
+
+
+def test_crc32c_of_all_ways_to_cut_and_store_a_buffer_agree(kernels, rng):
+    data = integers(rng, 0, 256, 100_003, torch.uint8).numpy()
+    reference = TorchKernels(1).crc32c(data)
+    for view in (data, data.tobytes(), memoryview(data), bytearray(data)):
+        assert kernels.crc32c(view) == reference
+    for cut in (0, 1, 7, 768, 24_576, 100_002):
+        assert kernels.crc32c(data[cut:], kernels.crc32c(data[:cut])) == reference
+        assert kernels.crc32c_address(data.ctypes.data, cut) == TorchKernels(1).crc32c(data[:cut])
+    flipped = data.copy()
+    flipped[50_000] ^= 1
+    assert kernels.crc32c(flipped) != reference
+
+
+def test_fill_sets_exactly_the_bytes_asked_for(kernels):
+    data = np.zeros(1000, dtype=np.uint8)
+    kernels.fill(data.ctypes.data + 3, 900, 0xFF)
+    assert data[3:903].min() == 255 and not data[:3].any() and not data[903:].any()
+    with pytest.raises(ValueError, match="byte is 256"):
+        kernels.fill(data.ctypes.data, 1, 256)
+
+
+# ---- refusals ----
+
+REFUSED = (
+    (
+        "positions",
+        lambda k: k.rope(F(2, 4), F(3, 2), F(3, 2), torch.tensor([0, 3], dtype=torch.int32), 4, False),
+    ),
+    (
+        "positions",
+        lambda k: k.rope(F(2, 4), F(3, 2), F(3, 2), torch.tensor([-1, 0], dtype=torch.int32), 4, False),
+    ),
+    (
+        "head_dim",
+        lambda k: k.rope(F(2, 9), F(3, 2), F(3, 2), torch.tensor([0, 0], dtype=torch.int32), 3, False),
+    ),
+    ("targets", lambda k: k.cross_entropy(F(2, 4), torch.tensor([0, 4]), 1.0, F(2), False)),
+    ("targets", lambda k: k.cross_entropy(F(2, 4), torch.tensor([-1, 0]), 1.0, F(2), True)),
+    ("ids", lambda k: k.embedding(F(3, 4), torch.tensor([3]), F(1, 4))),
+    ("ids", lambda k: k.embedding_backward(F(1, 4), torch.tensor([-1]), F(3, 4), True)),
+    ("not contiguous", lambda k: k.swiglu(F(4, 3).T, F(3, 4), F(3, 4))),
+    ("out has shape", lambda k: k.swiglu(F(3, 4), F(3, 4), F(4, 3))),
+    ("rstd is float64", lambda k: k.rmsnorm(F(2, 3), F(3), EPS, F(2, 3), F(2).double())),
+    ("weight has shape", lambda k: k.rmsnorm(F(2, 3), F(2), EPS, F(2, 3), F(2))),
+    ("dst is bfloat16", lambda k: k.accumulate(F(3).bfloat16(), F(3).bfloat16(), True)),
+    ("dst has 2 elements", lambda k: k.cast(F(2), F(3))),
+    ("grad is float64", lambda k: k.adamw(F(2), F(2), F(2), F(2).double(), None, *ADAMW.values())),
+    ("step is 0", lambda k: k.adamw(F(2), F(2), F(2), F(2), None, 1e-3, 0.9, 0.9, 1e-8, 0.0, 0, 1.0)),
+    ("offset is -1", lambda k: k.causal_softmax(F(1, 2, 2), -1, 1.0, F(1, 2))),
+)
+
+
+def F(*shape: int) -> torch.Tensor:
+    return torch.zeros(shape)
+
+
+@pytest.mark.parametrize(("message", "call"), REFUSED, ids=[f"{i} {r[0]}" for i, r in enumerate(REFUSED)])
+def test_what_breaks_the_contract_is_refused_by_name(message, call, kernels):
+    with pytest.raises(ValueError, match=message):
+        call(kernels)
+
+
+def test_unknown_builds_and_closed_kernels_are_refused():
+    with pytest.raises(ValueError, match="threads is 0"):
+        load(0)
+    if BUILDS:
+        with pytest.raises(ValueError, match="this machine runs"):
+            load(1, "mmx")
+        kernels = load(2)
+        kernels.close()
+        kernels.close()
+        with pytest.raises(ValueError, match="closed"):
+            kernels.sum_squares(torch.ones(3))
+
+
+def test_empty_batches_are_fine(kernels):
+    kernels.rmsnorm(F(0, 5), F(5), EPS, F(0, 5), F(0))
+    grad = unset(3, 5, dtype=torch.float32)
+    kernels.embedding_backward(F(0, 5), torch.empty(0, dtype=torch.int64), grad, True)
+    assert not grad.any()
+    dweight = unset(5, dtype=torch.float32)
+    kernels.rmsnorm_backward(F(0, 5), F(0, 5), F(5), F(0), F(0, 5), dweight, None, True)
+    assert not dweight.any()
+    kernels.cross_entropy(F(0, 5), torch.empty(0, dtype=torch.int64), 1.0, F(0), True)
+
+
+def test_calls_from_several_threads_at_once_give_the_same_bits(rng):
+    if not BUILDS:
+        pytest.skip("the native library is not built")
+    kernels = pool(BUILDS[0], 3)
+    x = normal(rng, 300_000, dtype=torch.float32)
+    want = kernels.sum_squares(x)
+    got: list[float] = []
+    callers = [
+        threading.Thread(target=lambda: got.extend(kernels.sum_squares(x) for _ in range(50)))
+        for _ in range(3)
+    ]
+    for caller in callers:
+        caller.start()
+    for caller in callers:
+        caller.join()
+    assert got == [want] * 150
