@@ -59,12 +59,15 @@ class Head(Progress):
     checksum: str = _UNSUMMED
 
 
-def encode(head: Head, checksum: Checksum) -> bytes:
-    """The bytes of HEAD.json."""
+def seal(head: Head, checksum: Checksum) -> Head:
+    """The same commit with the checksum that fits it."""
     data = head.model_copy(update={"checksum": _UNSUMMED}).to_json().encode()
-    digits = f"{checksum(memoryview(data)):08x}".encode()
-    start = _tail(data)
-    return data[:start] + digits + data[start + 8 :]
+    return head.model_copy(update={"checksum": f"{checksum(memoryview(data)):08x}"})
+
+
+def encode(head: Head) -> bytes:
+    """The bytes of HEAD.json, of a sealed commit."""
+    return head.to_json().encode()
 
 
 def decode(data: bytes, path: Path, checksum: Checksum) -> Head:

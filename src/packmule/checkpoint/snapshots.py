@@ -19,6 +19,7 @@ from packmule.checkpoint.head import (
     Progress,
     encode,
     read_head,
+    seal,
 )
 from packmule.checkpoint.reader import Report, StateReader
 from packmule.checkpoint.store import StateStore
@@ -58,7 +59,8 @@ def snapshot(store: StateStore, buffer: memoryview, report: Report | None = None
         disk.make_folder(temporary)
         try:
             _copy(disk, reader, temporary, buffer, report)
-            disk.write_bytes(temporary / HEAD_NAME, encode(_single_slot(reader), store.checksum))
+            head = seal(_single_slot(reader), store.checksum)
+            disk.write_bytes(temporary / HEAD_NAME, encode(head))
             disk.sync_file(temporary / HEAD_NAME)
             disk.sync_folder(temporary)
         except DiskError:

@@ -19,6 +19,7 @@ from packmule.checkpoint.head import (
     Progress,
     encode,
     read_head,
+    seal,
     state_layout,
 )
 from packmule.checkpoint.layout import StateLayout
@@ -209,10 +210,10 @@ class StateStore:
                 raise RuntimeError(f"commit while blocks {sorted(self._updates)} are being updated")
             if not all(self._written):
                 raise RuntimeError("commit before every block has been written")
-            head = self._next_head(progress)
+            head = seal(self._next_head(progress), self.checksum)
             try:
                 self.disk.sync(self._open())
-                replace_file(self.disk, self.folder / HEAD_NAME, encode(head, self.checksum))
+                replace_file(self.disk, self.folder / HEAD_NAME, encode(head))
             except DiskError as error:
                 self._failure = error
                 raise
@@ -310,9 +311,7 @@ class _Update:
 
 def _difference(found: StateLayout, wanted: StateLayout) -> str:
     if found.planes != wanted.planes:
-        return (
-            f"the state has the planes {', '.join(found.planes)}; this job needs {', '.join(wanted.planes)}"
-        )
+        return f"the planes are {', '.join(found.planes)}; this job needs {', '.join(wanted.planes)}"
     if found.dtype != wanted.dtype:
         return f"the state is {found.dtype}; this job needs {wanted.dtype}"
     if found.slots != wanted.slots:

@@ -205,7 +205,7 @@ def test_a_failed_sync_is_a_disk_error(
     ],
 )
 def test_a_missing_path_is_named(tmp_path: Path, call: object) -> None:
-    with pytest.raises(DiskError, match="absent.*No such file") as caught:
+    with pytest.raises(DiskError, match=r"absent.*No such file") as caught:
         call(PosixDisk(), tmp_path / "absent")  # type: ignore[operator]
     assert caught.value.exit_code == 4
 
