@@ -221,6 +221,17 @@ def test_flags_reach_the_job_in_whatever_order(run: Run, job: Path, monkeypatch:
         assert found.data.path == ("a b", "c's")
 
 
+def test_control_c_inside_a_command_is_130(run: Run, job: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("packmule.cli.train.read_job", interrupt)
+    result = run("train", str(job))
+    assert result.code == 130
+    assert "error: interrupted." in result.err
+    assert "Traceback" not in result.err
+
+
 def test_names_of_other_tools_are_noted_on_standard_error(run: Run, job: Path) -> None:
     job.write_text("model_name_or_path: m\nmax_steps: 3\n")
     result = run("train", str(job))

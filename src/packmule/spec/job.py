@@ -12,135 +12,35 @@ import json
 import math
 from collections.abc import Iterable, Sequence
 from pathlib import PurePath
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
-from pydantic import (
-    AfterValidator,
-    BeforeValidator,
-    ConfigDict,
-    Field,
-    ValidationError,
-    field_validator,
-    model_validator,
-)
+from pydantic import ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from packmule.errors import ConfigError
 from packmule.spec.job_text import collect
+from packmule.spec.job_values import (
+    AutoBytes,
+    AutoCount,
+    AutoFlag,
+    Clip,
+    OptimizerName,
+    OptionalText,
+    Paths,
+    PrecisionName,
+    ReportTo,
+    ResumeFrom,
+    SchedulerName,
+    Steps,
+    Text,
+    UpdateName,
+    ValSize,
+    Where,
+    count_of,
+    unset_if_minus_one,
+)
 from packmule.spec.plan import Precision
 from packmule.spec.records import Record
-from packmule.spec.units import parse_bytes
 from packmule.spec.yaml_text import dump_yaml
-
-Where = Literal["auto", "ram", "disk"]
-AutoPrecision = Literal["auto", "fp32", "bf16-mixed", "fp64"]
-AutoUpdate = Literal["auto", "after-backward", "on-backward", "on-fetch"]
-
-_PRECISIONS = {
-    "auto": "auto",
-    **dict.fromkeys(("fp32", "float32", "float", "32", "32-true", "no"), "fp32"),
-    **dict.fromkeys(("bf16-mixed", "bf16", "bfloat16"), "bf16-mixed"),
-    **dict.fromkeys(("fp64", "float64", "double", "64", "64-true"), "fp64"),
-}
-
-
-def _auto_count(value: Any) -> Any:
-    if value is None or value == "auto":
-        return "auto"
-    count = _count(value)
-    if count is None or count < 1:
-        raise ValueError("give `auto` or a whole number of at least 1")
-    return count
-
-
-def _count(value: Any) -> int | None:
-    try:
-        number = float(value)
-    except (TypeError, ValueError):
-        return None
-    whole = not isinstance(value, bool) and math.isfinite(number) and number == int(number)
-    return int(number) if whole else None
-
-
-def _auto_bytes(value: Any) -> Any:
-    if value is None or value == "auto":
-        return "auto"
-    try:
-        return parse_bytes(value)
-    except ConfigError as error:
-        raise ValueError(error.hint) from None
-
-
-def _auto_flag(value: Any) -> Any:
-    if value is None or str(value).lower() == "auto":
-        return "auto"
-    flag = {"true": True, "on": True, "yes": True, "false": False, "off": False, "no": False}
-    if (text := str(value).lower()) in flag:
-        return flag[text]
-    raise ValueError("give `auto`, `true` or `false`")
-
-
-def _unset_if_minus_one(value: Any) -> Any:
-    # Hugging Face writes -1 for "not set".
-    return None if not isinstance(value, bool) and value in (-1, "-1", -1.0) else value
-
-
-def _val_size(value: Any) -> Any:
-    try:
-        size = float(value)
-    except (TypeError, ValueError):
-        raise ValueError("give a share of the data like 0.02, or a number of documents like 100") from None
-    if isinstance(value, bool) or not math.isfinite(size) or size < 0 or (size >= 1 and size != int(size)):
-        raise ValueError("give a share of at least 0 and below 1, or a whole number of documents")
-    return int(size) if size >= 1 or (isinstance(value, int) and size == 0) else size
-
-
-def _precision(value: Any) -> Any:
-    text = str(value).lower().replace("_", "-")
-    if text in ("fp16", "float16", "half", "16-mixed", "16-true", "bf16-true"):
-        raise ValueError("is not offered; `bf16-mixed` computes in bf16 and keeps fp32 masters")
-    return _PRECISIONS.get(text, value)
-
-
-def _paths(value: Any) -> Any:
-    if value is None:
-        return ()
-    return (value,) if isinstance(value, str) else value
-
-
-def _clip(value: Any) -> Any:
-    off = isinstance(value, (int, float)) and not isinstance(value, bool) and value <= 0
-    return None if off else value
-
-
-def _positive_clip(value: float | None) -> float | None:
-    return value if value is None or value > 0 else None
-
-
-def _resume(value: Any) -> Any:
-    words = {"true": "auto", "false": "never", "none": "never", "auto": "auto", "never": "never"}
-    return words.get(str(value).lower(), value)
-
-
-def _report_to(value: Any) -> Any:
-    if value is None or value in ([], (), "none", "jsonl", ["jsonl"], ["none"]):
-        return "jsonl"  # JSON lines are always written
-    raise ValueError("only `jsonl` is written; read log.jsonl with the tool of your choice")
-
-
-def _optimizer(value: Any) -> Any:
-    return "adamw" if str(value).lower() in ("adamw", "adamw_torch", "adamw_torch_fused") else value
-
-
-def _scheduler(value: Any) -> Any:
-    return "constant" if value == "constant_with_warmup" else value
-
-
-AutoCount = Annotated[int | Literal["auto"], BeforeValidator(_auto_count)]
-AutoFlag = Annotated[bool | Literal["auto"], BeforeValidator(_auto_flag)]
-AutoBytes = Annotated[int | Literal["auto"], BeforeValidator(_auto_bytes)]
-Steps = Annotated[int | None, Field(ge=1), BeforeValidator(_unset_if_minus_one)]
-OptionalText = Annotated[str | None, Field(min_length=1)]
-Text = Annotated[str, Field(min_length=1)]
 
 
 class Section(Record):
@@ -170,11 +70,9 @@ class Model(Section):
 class Data(Section):
     """What it is trained on."""
 
-    path: Annotated[tuple[Text, ...], BeforeValidator(_paths)] = Field(
-        default=(), description="files, folders or globs; empty when only planning"
-    )
+    path: Paths = Field(default=(), description="files, folders or globs; empty when only planning")
     format: Literal["auto", "text"] = "auto"
-    val_size: Annotated[int | float, BeforeValidator(_val_size)] = Field(
+    val_size: ValSize = Field(
         default=0.02, description="held out for validation: a share (< 1) or a number of documents"
     )
     val_path: OptionalText = Field(
@@ -193,14 +91,14 @@ class Train(Section):
     max_steps: Steps = None
     epochs: float | None = Field(default=None, gt=0)
     max_tokens: Steps = None
-    precision: Annotated[AutoPrecision, BeforeValidator(_precision)] = "auto"
+    precision: PrecisionName = "auto"
     recompute: AutoFlag = "auto"
     seed: int = Field(default=42, ge=0, lt=2**63)
     eval_steps: Steps = Field(default=None, description="null: only after the last step")
     eval_rows: int | None = Field(default=None, ge=1, description="validation rows; null: all")
     sample_prompt: str | None = Field(default=None, description="continued greedily at every evaluation")
     sample_tokens: int = Field(default=64, ge=1)
-    update: AutoUpdate = "auto"
+    update: UpdateName = "auto"
 
     @model_validator(mode="before")
     @classmethod
@@ -209,15 +107,15 @@ class Train(Section):
         if not isinstance(data, dict):
             return data
         data = dict(data)
-        micro, total = _count(data.get("micro_batch_size")), _count(data.get("global_batch_size"))
-        accumulation = _count(data.get("gradient_accumulation_steps"))
+        micro, total = count_of(data.get("micro_batch_size")), count_of(data.get("global_batch_size"))
+        accumulation = count_of(data.get("gradient_accumulation_steps"))
         if "global_batch_size" not in data and micro and accumulation:
             data["global_batch_size"] = micro * accumulation
         elif accumulation and data.get("micro_batch_size", "auto") == "auto":
             rows = total if total else cls.model_fields["global_batch_size"].default
             data["micro_batch_size"] = max(1, math.ceil(rows / accumulation))
         lengths = ("max_steps", "epochs", "max_tokens")
-        if all(_unset_if_minus_one(data.get(key)) is None for key in lengths):
+        if all(unset_if_minus_one(data.get(key)) is None for key in lengths):
             data["epochs"] = 1.0
         return data
 
@@ -255,16 +153,14 @@ class Train(Section):
 class Optim(Section):
     """The update rule and its schedule."""
 
-    optim: Annotated[Literal["adamw"], BeforeValidator(_optimizer)] = "adamw"
+    optim: OptimizerName = "adamw"
     learning_rate: float = Field(default=5e-5, ge=0, description="the highest of the schedule")
-    lr_scheduler: Annotated[Literal["constant", "linear", "cosine"], BeforeValidator(_scheduler)] = "cosine"
+    lr_scheduler: SchedulerName = "cosine"
     warmup_steps: int | None = Field(default=None, ge=0)
     warmup_ratio: float | None = Field(default=None, ge=0, le=1, description="share of all steps")
     min_lr: float = Field(default=0.0, ge=0, description="where linear and cosine end")
     weight_decay: float = Field(default=0.1, ge=0)
-    max_grad_norm: Annotated[float | None, BeforeValidator(_clip), AfterValidator(_positive_clip)] = Field(
-        default=1.0, description="global norm; null or 0: no clipping"
-    )
+    max_grad_norm: Clip = Field(default=1.0, description="global norm; null or 0: no clipping")
     adam_beta1: float = Field(default=0.9, ge=0, lt=1)
     adam_beta2: float = Field(default=0.95, ge=0, lt=1)
     adam_epsilon: float = Field(default=1e-8, gt=0)
@@ -297,9 +193,7 @@ class Checkpoint(Section):
     commit_steps: AutoCount = "auto"
     save_steps: Steps = Field(default=None, description="a full copy kept apart every so many steps")
     save_total_limit: int = Field(default=2, ge=1)
-    resume: Annotated[Text, BeforeValidator(_resume)] = Field(
-        default="auto", description="auto, never or a folder"
-    )
+    resume: ResumeFrom = Field(default="auto", description="auto, never or a folder")
 
 
 class HardwareSection(Section):
@@ -320,7 +214,7 @@ class Logging(Section):
     """What is written down."""
 
     logging_steps: int = Field(default=1, ge=1)
-    report_to: Annotated[Literal["jsonl"], BeforeValidator(_report_to)] = "jsonl"
+    report_to: ReportTo = "jsonl"
     run_name: str | None = None
 
 

@@ -1,0 +1,134 @@
+"""How a job's values are read: the types of its fields, forgiving of spelling, strict in meaning.
+
+Each reader takes what YAML, JSON or a flag gives and raises ValueError with what to write instead;
+pydantic adds the field's name and value.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, BeforeValidator, Field
+
+from packmule.errors import ConfigError
+from packmule.spec.units import parse_bytes
+
+Where = Literal["auto", "ram", "disk"]
+
+_PRECISIONS = {
+    "auto": "auto",
+    **dict.fromkeys(("fp32", "float32", "float", "32", "32-true", "no"), "fp32"),
+    **dict.fromkeys(("bf16-mixed", "bf16", "bfloat16"), "bf16-mixed"),
+    **dict.fromkeys(("fp64", "float64", "double", "64", "64-true"), "fp64"),
+}
+
+
+def _auto_count(value: Any) -> Any:
+    if value is None or value == "auto":
+        return "auto"
+    count = count_of(value)
+    if count is None or count < 1:
+        raise ValueError("give `auto` or a whole number of at least 1")
+    return count
+
+
+def count_of(value: Any) -> int | None:
+    """The whole number a value or text means, or None."""
+    try:
+        number = float(value)
+    except (TypeError, ValueError):
+        return None
+    whole = not isinstance(value, bool) and math.isfinite(number) and number == int(number)
+    return int(number) if whole else None
+
+
+def _auto_bytes(value: Any) -> Any:
+    if value is None or value == "auto":
+        return "auto"
+    try:
+        return parse_bytes(value)
+    except ConfigError as error:
+        raise ValueError(error.hint) from None
+
+
+def _auto_flag(value: Any) -> Any:
+    if value is None or str(value).lower() == "auto":
+        return "auto"
+    flag = {"true": True, "on": True, "yes": True, "false": False, "off": False, "no": False}
+    if (text := str(value).lower()) in flag:
+        return flag[text]
+    raise ValueError("give `auto`, `true` or `false`")
+
+
+def unset_if_minus_one(value: Any) -> Any:
+    """None for -1, which Hugging Face writes for "not set"."""
+    return None if not isinstance(value, bool) and value in (-1, "-1", -1.0) else value
+
+
+def _val_size(value: Any) -> Any:
+    try:
+        size = float(value)
+    except (TypeError, ValueError):
+        raise ValueError("give a share of the data like 0.02, or a number of documents like 100") from None
+    if isinstance(value, bool) or not math.isfinite(size) or size < 0 or (size >= 1 and size != int(size)):
+        raise ValueError("give a share of at least 0 and below 1, or a whole number of documents")
+    return int(size) if size >= 1 or (isinstance(value, int) and size == 0) else size
+
+
+def _precision(value: Any) -> Any:
+    text = str(value).lower().replace("_", "-")
+    if text in ("fp16", "float16", "half", "16-mixed", "16-true", "bf16-true"):
+        raise ValueError("is not offered; `bf16-mixed` computes in bf16 and keeps fp32 masters")
+    return _PRECISIONS.get(text, value)
+
+
+def _paths(value: Any) -> Any:
+    if value is None:
+        return ()
+    return (value,) if isinstance(value, str) else value
+
+
+def _clip(value: Any) -> Any:
+    off = isinstance(value, (int, float)) and not isinstance(value, bool) and value <= 0
+    return None if off else value
+
+
+def _positive_clip(value: float | None) -> float | None:
+    return value if value is None or value > 0 else None
+
+
+def _resume(value: Any) -> Any:
+    words = {"true": "auto", "false": "never", "none": "never", "auto": "auto", "never": "never"}
+    return words.get(str(value).lower(), value)
+
+
+def _report_to(value: Any) -> Any:
+    if value is None or value in ([], (), "none", "jsonl", ["jsonl"], ["none"]):
+        return "jsonl"  # JSON lines are always written
+    raise ValueError("only `jsonl` is written; read log.jsonl with the tool of your choice")
+
+
+def _optimizer(value: Any) -> Any:
+    return "adamw" if str(value).lower() in ("adamw", "adamw_torch", "adamw_torch_fused") else value
+
+
+def _scheduler(value: Any) -> Any:
+    return "constant" if value == "constant_with_warmup" else value
+
+
+AutoCount = Annotated[int | Literal["auto"], BeforeValidator(_auto_count)]
+AutoFlag = Annotated[bool | Literal["auto"], BeforeValidator(_auto_flag)]
+AutoBytes = Annotated[int | Literal["auto"], BeforeValidator(_auto_bytes)]
+Steps = Annotated[int | None, Field(ge=1), BeforeValidator(unset_if_minus_one)]
+OptionalText = Annotated[str | None, Field(min_length=1)]
+Text = Annotated[str, Field(min_length=1)]
+Paths = Annotated[tuple[Text, ...], BeforeValidator(_paths)]
+ValSize = Annotated[int | float, BeforeValidator(_val_size)]
+PrecisionName = Annotated[Literal["auto", "fp32", "bf16-mixed", "fp64"], BeforeValidator(_precision)]
+UpdateName = Literal["auto", "after-backward", "on-backward", "on-fetch"]
+OptimizerName = Annotated[Literal["adamw"], BeforeValidator(_optimizer)]
+SchedulerName = Annotated[Literal["constant", "linear", "cosine"], BeforeValidator(_scheduler)]
+Clip = Annotated[float | None, BeforeValidator(_clip), AfterValidator(_positive_clip)]
+ResumeFrom = Annotated[Text, BeforeValidator(_resume)]
+ReportTo = Annotated[Literal["jsonl"], BeforeValidator(_report_to)]
