@@ -32,7 +32,7 @@ def main(argv: Sequence[str] | None = None, environment: Environment | None = No
             _print_traceback()
         return _report(error.cause, error.hint, error.exit_code)
     except KeyboardInterrupt:
-        return _report("interrupted.", "", 130)
+        return 130  # the user knows
     except Exception as error:
         if debug:
             _print_traceback()
