@@ -15,8 +15,8 @@ CORPUS = [
 SPECIALS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 PARTS = [
     "the", "The", " cat", "  ", "\n", "\n\n", "\r\n", "\t", "1", "23", " 4567", "²", "½", "'s", "'LL",
-    "don't", "naïve", "日本語", "☕", "👩\u200d👧", ".", "...", " (", "==", "<|im_start|>", "<|im_end|>", "\x00",
-    " ", "e", "mule", "\u00a0",
+    "don't", "naïve", "日本語", "☕", "👩\u200d👧", ".", "...", " (", "==", "<|im_start|>", "<|im_end|>",
+    "\x00",    " ", "e", "mule", "\u00a0",
 ]  # fmt: skip
 
 
