@@ -116,6 +116,7 @@ class Scenario:
     snapshot_steps: int | None
     streamed: bool
     kill_at: int | None = None
+    run: Path = RUN
 
     @classmethod
     def draw(cls, rng: random.Random) -> Scenario:
@@ -131,7 +132,7 @@ class Scenario:
 
 def train(disk: Disk, scenario: Scenario, promise: Promise) -> None:
     """Start or resume the run and carry it to its last step, keeping `promise` up to date."""
-    store = new_store(disk)
+    store = new_store(disk, scenario.run)
     buffer = aligned_buffer(LAYOUT.chunk_bytes)
     head = store.load()
     if head is None:
@@ -153,7 +154,7 @@ def train(disk: Disk, scenario: Scenario, promise: Promise) -> None:
             promise.kept.discard(step)  # one left by a killed process is replaced
             snapshot(store, buffer)
             promise.kept = {step}
-            rotate(disk, RUN, 1, store.checksum)
+            rotate(disk, scenario.run, 1, store.checksum)
     store.close()
 
 
@@ -169,17 +170,17 @@ def check(disk: Disk, promise: Promise) -> None:
     else:
         assert head.step in (promise.low, promise.high), f"step {head.step} of {promise}"
         assert head.cursor == 4 * head.step
-        _compare(store, head.step)
+        compare(store, head.step)
     found = snapshots(disk, RUN, store.checksum) if disk.exists(RUN) else ()
     for path in found:
         with StateReader.open(disk, path, store.checksum) as reader:
             assert path == snapshot_path(RUN, reader.head.step)
-            _compare(reader, reader.head.step)
+            compare(reader, reader.head.step)
     lost = {snapshot_path(RUN, step) for step in promise.kept} - set(found)
     assert not lost, f"snapshots {lost} are lost"
 
 
-def _compare(source: StateStore | StateReader, step: int) -> None:
+def compare(source: StateStore | StateReader, step: int) -> None:
     buffer = aligned_buffer(LAYOUT.chunk_bytes)
     for block, chunks in enumerate(contents(step)):
         for index, data in enumerate(chunks):
