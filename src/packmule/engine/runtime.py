@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from packmule.checkpoint.head import Progress
+from packmule.checkpoint.reader import StateReader
 from packmule.checkpoint.store import StateStore
 from packmule.graph.model import PlannedModel
 from packmule.kernels.contract import Kernels
@@ -38,6 +39,7 @@ class StepState:
         progress: what a commit in this graph records.
         position, positions: tokens in the cache so far and at most, when generating.
         losses: per micro-batch, (sum of losses, targets).
+        touched: an update has begun.
         norms: per block, the sums of squares of its gradients, in parameter order.
     """
 
@@ -50,6 +52,7 @@ class StepState:
     positions: int = 0
     losses: dict[int, tuple[float, int]] = field(default_factory=dict)
     norms: dict[int, list[float]] = field(default_factory=dict)
+    touched: bool = False
 
     @property
     def square(self) -> float:
@@ -78,7 +81,7 @@ class Runtime:
         self,
         model: PlannedModel,
         kernels: Kernels,
-        store: StateStore,
+        store: StateStore | StateReader,
         disk: Disk,
         folder: Path,
         arena: Arena,
@@ -91,9 +94,7 @@ class Runtime:
         self.disk = disk
         self.arena = arena
         self.bytes = torch.frombuffer(arena.memory, dtype=torch.uint8)
-        self.decoder = Decoder.create(
-            kernels, model.shape, numerics.precision, numerics.max_seq_length, numerics.cpu_features
-        )
+        self.decoder = Decoder.create(kernels, model.shape, numerics.precision, numerics.max_seq_length)
         self.rule = AdamW(numerics.optimizer)
         self.state = StepState()
         self.weight_layouts = [block.layout(model.types.compute) for block in model.blocks]
@@ -107,6 +108,13 @@ class Runtime:
                 disk.remove(path)
             disk.create(path, work_bytes)
             self._work = disk.open(path, write=True)
+
+    @property
+    def writable(self) -> StateStore:
+        """The store, for updates and commits."""
+        if not isinstance(self.store, StateStore):
+            raise RuntimeError("this engine only reads")
+        return self.store
 
     @property
     def work(self) -> Handle:
