@@ -44,6 +44,7 @@ class PrepareRequest(Record):
     val_size: float = Field(default=0.0, ge=0, description="fraction below 1, or documents")
     seed: int = 0
     out: str = Field(description="run folder")
+    sample_prompt: str = Field(default="", description="text whose token ids the report gives")
     random_init: bool = Field(default=False, description="draw the weights instead of reading them")
 
 
@@ -65,6 +66,7 @@ class PrepareReport(Record):
     validation: RowsMeta | None
     train_fill_percent: float
     reused: bool = Field(description="the token store was there already")
+    sample_ids: tuple[int, ...] = Field(default=(), description="of the sample prompt, bos first if used")
     seconds: float
     peak_ram_bytes: int | None = Field(description="VmHWM of this process, where /proc has it")
 
@@ -118,9 +120,17 @@ def prepare(request: PrepareRequest, progress: Progress) -> PrepareReport:
         validation=validation,
         train_fill_percent=100 * train.fill,
         reused=reused,
+        sample_ids=_prompt_ids(tokenizer, request.sample_prompt),
         seconds=time.monotonic() - began,
         peak_ram_bytes=peak_ram_bytes(),
     )
+
+
+def _prompt_ids(tokenizer: TextTokenizer, prompt: str) -> tuple[int, ...]:
+    if not prompt:
+        return ()
+    start = [tokenizer.bos] if tokenizer.add_bos and tokenizer.bos is not None else []
+    return (*start, *tokenizer.encode([prompt])[0])
 
 
 def peak_ram_bytes(status: Path = Path("/proc/self/status")) -> int | None:
