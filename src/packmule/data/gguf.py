@@ -65,6 +65,17 @@ class GgufHeader:
             raise DataError(f"{self.path}: the GGUF metadata has no {key!r}.", "convert the model again")
         return self.metadata[key]
 
+    def count(self, key: str, default: int | None = None) -> int:
+        """A positive integer of the metadata.
+
+        Raises:
+            DataError: it is missing without a default, or not a positive integer.
+        """
+        value = self.require(key) if default is None else self.metadata.get(key, default)
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            raise DataError(f"{self.path}: {key!r} is {value!r}, not a positive integer.", *_WHOLE)
+        return value
+
 
 def read_gguf(path: Path, arrays: Collection[str] = ()) -> GgufHeader:
     """Read the header of a GGUF file.
@@ -103,16 +114,16 @@ class _Parser:
             value = self.value(self.integer("<I"), key in arrays)
             if value is not None:
                 metadata[key] = value
-        if int(metadata.get("split.count", 0)) > 1:
+        if metadata.get("split.count", 0) not in (0, 1):
             raise DataError(
                 f"{self.path} is one of {metadata['split.count']} parts of a split GGUF.",
                 "join the parts with `llama-gguf-split --merge`",
             )
         raw = [self.tensor_info() for _ in range(tensors)]
         end = self.file.tell()
-        align = int(metadata.get("general.alignment", 32))
-        if align <= 0:
-            raise DataError(f"{self.path}: general.alignment is {align}.", *_WHOLE)
+        align = metadata.get("general.alignment", 32)
+        if not isinstance(align, int) or align < 1:
+            raise DataError(f"{self.path}: general.alignment is {align!r}.", *_WHOLE)
         start = -(-end // align) * align
         return GgufHeader(self.path, metadata, {t.name: self.place(t, start) for t in raw}, end)
 

@@ -23,9 +23,9 @@ def gguf_config(header: GgufHeader) -> dict[str, Any]:
     if architecture != "llama":
         raise DataError(f"{header.path}: architecture {architecture!r} is not supported.", "supported: llama")
     data = header.metadata
-    hidden = int(header.require("llama.embedding_length"))
-    heads = int(header.require("llama.attention.head_count"))
-    head_dim = int(data.get("llama.attention.key_length", hidden // heads))
+    hidden = header.count("llama.embedding_length")
+    heads = header.count("llama.attention.head_count")
+    head_dim = header.count("llama.attention.key_length", hidden // heads)
     embedding = header.tensors.get("token_embd.weight")
     if embedding is None:
         raise DataError(f"{header.path}: tensor 'token_embd.weight' is missing.", "get the model again")
@@ -33,33 +33,33 @@ def gguf_config(header: GgufHeader) -> dict[str, Any]:
     config: dict[str, Any] = {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
-        "vocab_size": embedding.shape[0],
+        "vocab_size": embedding.shape[0] if embedding.shape else 0,
         "hidden_size": hidden,
-        "intermediate_size": int(header.require("llama.feed_forward_length")),
-        "num_hidden_layers": int(header.require("llama.block_count")),
+        "intermediate_size": header.count("llama.feed_forward_length"),
+        "num_hidden_layers": header.count("llama.block_count"),
         "num_attention_heads": heads,
-        "num_key_value_heads": int(data.get("llama.attention.head_count_kv", heads)),
+        "num_key_value_heads": header.count("llama.attention.head_count_kv", heads),
         "head_dim": head_dim,
         "hidden_act": "silu",
-        "max_position_embeddings": int(data.get("llama.context_length", 2048)),
+        "max_position_embeddings": header.count("llama.context_length", 2048),
         "initializer_range": 0.02,
-        "rms_norm_eps": _decimal(header.require("llama.attention.layer_norm_rms_epsilon")),
-        "rope_theta": _decimal(data.get("llama.rope.freq_base", 10000.0)),
+        "rms_norm_eps": _decimal(header, "llama.attention.layer_norm_rms_epsilon"),
+        "rope_theta": _decimal(header, "llama.rope.freq_base", 10000.0),
         "tie_word_embeddings": "output.weight" not in header.tensors,
         "attention_bias": False,
         "mlp_bias": False,
     }
     for ours, theirs in (("bos", "bos"), ("eos", "eos"), ("pad", "padding")):
         token = data.get(f"tokenizer.ggml.{theirs}_token_id")
-        config[f"{ours}_token_id"] = None if token is None else int(token)
+        config[f"{ours}_token_id"] = token if isinstance(token, int) else None
     return config
 
 
 def _refuse(header: GgufHeader, head_dim: int) -> None:
     data = header.metadata
-    if int(data.get("llama.expert_count", 0)) > 0:
+    if data.get("llama.expert_count", 0) != 0:
         raise DataError(f"{header.path} is a mixture of experts.", "give a dense Llama model")
-    if int(data.get("llama.rope.dimension_count", head_dim)) != head_dim:
+    if header.count("llama.rope.dimension_count", head_dim) != head_dim:
         raise DataError(f"{header.path} rotates only part of each head.", "give a model with full RoPE")
     scaling = data.get("llama.rope.scaling.type", "none")
     if scaling != "none" or "rope_freqs.weight" in header.tensors:
@@ -69,5 +69,8 @@ def _refuse(header: GgufHeader, head_dim: int) -> None:
         )
 
 
-def _decimal(value: float) -> float:
+def _decimal(header: GgufHeader, key: str, default: float | None = None) -> float:
+    value = header.require(key) if default is None else header.metadata.get(key, default)
+    if not isinstance(value, float):
+        raise DataError(f"{header.path}: {key!r} is {value!r}, not a number.", "convert the model again")
     return float(str(np.float32(value)))

@@ -61,7 +61,7 @@ def tokenizer_from_gguf(path: Path) -> TextTokenizer:
         "add_bos_token": add_bos,
         "add_eos_token": False,
         "clean_up_tokenization_spaces": False,
-        "model_max_length": int(header.metadata.get("llama.context_length", 2048)),
+        "model_max_length": header.count("llama.context_length", 2048),
     }
     if "tokenizer.chat_template" in header.metadata:
         config["chat_template"] = header.metadata["tokenizer.chat_template"]
@@ -163,7 +163,7 @@ def _add_special(backend: Tokenizer, header: GgufHeader, tokens: list[str]) -> N
 def _token_id(header: GgufHeader, key: str, count: int) -> int | None:
     value = header.metadata.get(f"tokenizer.ggml.{key}_token_id")
     # some converters write 2**32 - 1 for "none"
-    return int(value) if value is not None and 0 <= int(value) < count else None
+    return value if isinstance(value, int) and 0 <= value < count else None
 
 
 def _begin_with(backend: Tokenizer, token: str, index: int) -> None:

@@ -107,8 +107,8 @@ def gguf_manifest(path: Path) -> Manifest:
         DataError: damaged, or it holds a tensor that no Llama has.
     """
     header = read_gguf(path)
-    heads = int(header.require("llama.attention.head_count"))
-    kv_heads = int(header.metadata.get("llama.attention.head_count_kv", heads))
+    heads = header.count("llama.attention.head_count")
+    kv_heads = header.count("llama.attention.head_count_kv", heads)
     entries = []
     for tensor in header.tensors.values():
         name = _hf_name(header, tensor.name)

@@ -2,9 +2,10 @@
 
 Reads one JSON request (PrepareRequest) from the argument or standard input. Prints JSON lines:
 
-    {"phase": "tokenize", "done": 1048576, "total": 2097152}     progress, a few a second
-    {"report": {...}}                                            PrepareReport, the last line
-    {"error": {"kind": "DataError", "cause": ..., "hint": ..., "exit_code": 2}}
+    {"event": "progress", "phase": "tokenize", "done": 1048576, "total": 2097152}
+    {"event": "report", "report": {...}}                                  PrepareReport
+    {"event": "error", "kind": "DataError", "cause": ..., "hint": ..., "exit_code": 2}
+    {"event": "end"}                                                      always the last line
 
 OUT/data/data.json (DataIndex) names the store and the row sets in use; it is written last, so a
 crash leaves the old data or the new. Stores are kept by content and are made once.
@@ -196,7 +197,7 @@ class _Lines:
         if phase == self._phase and done < total and now < self._next:
             return
         self._phase, self._next = phase, now + 0.2
-        self.write({"phase": phase, "done": done, "total": total})
+        self.write({"event": "progress", "phase": phase, "done": done, "total": total})
 
     def write(self, line: dict[str, Any]) -> None:
         print(json.dumps(line), file=self._stream, flush=True)
@@ -210,16 +211,13 @@ def main(arguments: list[str], stdin: TextIO, stdout: TextIO) -> int:
         request = PrepareRequest.parse_json(text, "prepare request")
         with disk_errors(request.out):
             Path(request.out, "data").mkdir(parents=True, exist_ok=True)
-        lines.write({"report": prepare(request, lines).model_dump(mode="json")})
+        lines.write({"event": "report", "report": prepare(request, lines).model_dump(mode="json")})
     except PackmuleError as error:
-        fields = {
-            "kind": type(error).__name__,
-            "cause": error.cause,
-            "hint": error.hint,
-            "exit_code": error.exit_code,
-        }
-        lines.write({"error": fields})
+        fields = {"kind": type(error).__name__, "cause": error.cause, "hint": error.hint}
+        lines.write({"event": "error", **fields, "exit_code": error.exit_code})
         return error.exit_code
+    finally:
+        lines.write({"event": "end"})
     return 0
 
 

@@ -21,9 +21,10 @@ from packmule.shapes.model import Block, ModelShape, Parameter
 
 CONFIG = {
     "model_type": "llama", "vocab_size": 96, "hidden_size": 64, "intermediate_size": 96,
-    "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "hidden_act": "silu",
-    "rms_norm_eps": 1e-5, "rope_theta": 5e5, "max_position_embeddings": 128, "tie_word_embeddings": False,
-    "attention_bias": False, "mlp_bias": False, "bos_token_id": 1, "eos_token_id": 2,
+    "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16,
+    "hidden_act": "silu", "rms_norm_eps": 1e-5, "rope_theta": 5e5, "max_position_embeddings": 128,
+    "tie_word_embeddings": False, "attention_bias": False, "mlp_bias": False,
+    "bos_token_id": 1, "eos_token_id": 2,
 }  # fmt: skip
 SHAPE = ModelShape.from_config(CONFIG, "test")
 

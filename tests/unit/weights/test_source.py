@@ -228,7 +228,7 @@ def test_truncated_file_is_found_before_and_after_preparing(form: str, tmp_path:
     path.write_bytes(path.read_bytes()[:-100])
     with pytest.raises(DataError, match=r"has \d+ bytes; it had"):
         WeightSource.open(folder)
-    with pytest.raises(DataError, match="tensor.*ends at"):
+    with pytest.raises(DataError, match=r"tensor.*ends at"):
         make()
 
 
@@ -264,6 +264,15 @@ def test_damaged_header_bytes_never_escape_as_other_errors(tmp_path: Path, seed:
         except DataError:
             refused += 1
     assert refused > 30
+
+
+@pytest.mark.parametrize("value", [0, -3, "four", 2.0, True])
+def test_metadata_that_is_no_count_is_refused(value: object, tmp_path: Path) -> None:
+    write_gguf(tmp_path / "m.gguf", SHAPE, random_weights(SHAPE, 0), "F32")
+    header = read_gguf(tmp_path / "m.gguf")
+    header.metadata["llama.attention.head_count"] = value
+    with pytest.raises(DataError, match=r"head_count' is .*not a positive integer"):
+        gguf_config(header)
 
 
 def test_index_that_points_outside_its_folder_is_refused(tmp_path: Path) -> None:
