@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from packmule.shapes.bodies import ATTENTION_TILE, attention_units
+from packmule.shapes.bodies import ATTENTION_TILE, FLASH_LENGTH, attention_units, flash_documents
 
 if TYPE_CHECKING:
     from packmule.kernels.contract import Kernels
@@ -62,14 +62,20 @@ def runs(lengths: Sequence[int]) -> tuple[Run, ...]:
 #      2 x  256      8.9   16.4      15.8   14.4      43.3   46.0
 #      1 x  512     13.8   26.9      21.4   28.6      70.1   96.4
 #      1 x 2048    191    233       252    267       942    901
-FLASH_LENGTH = 64
-"""Longest document that the flash kernel takes, in float32 and float64."""
-
-
 def choose(dtype: torch.dtype, length: int) -> Variant:
     """The variant that is faster for documents of this length, by the table above; a pure
     rule, so that one run's bits cannot depend on a measurement."""
     return "flash" if dtype != torch.bfloat16 and length <= FLASH_LENGTH else "tiled"
+
+
+def _parts(shape: ModelShape, dtype: torch.dtype, groups: Sequence[Run]) -> Iterator[tuple[Variant, Run]]:
+    """Runs and their variants; flash runs are cut, since torch allocates that kernel's results."""
+    for run in groups:
+        variant = choose(dtype, run.length)
+        step = flash_documents(shape, run.length) if variant == "flash" else run.documents
+        for first in range(0, run.documents, step):
+            documents = min(step, run.documents - first)
+            yield variant, Run(run.start + first * run.length, documents, run.length)
 
 
 @dataclass(frozen=True)
@@ -130,10 +136,10 @@ def attention_forward(
             lie one after the other; the order inside a run belongs to the variant.
         scratch: the tensors of `shapes.bodies.attention_scratch`.
     """
-    for run in groups:
+    for variant, run in _parts(shape, q.dtype, groups):
         rows = slice(run.start, run.stop)
         part = lse[shape.heads * run.start : shape.heads * run.stop]
-        if choose(q.dtype, run.length) == "flash":
+        if variant == "flash":
             _flash_forward(shape, run, q[rows], k[rows], v[rows], out[rows], part)
         else:
             _tiled_forward(kernels, shape, run, q[rows], k[rows], v[rows], out[rows], part, scratch)
@@ -162,11 +168,11 @@ def attention_backward(
         dq, dk, dv: written. They may be q, k and v themselves.
         scratch: the tensors of `shapes.bodies.attention_scratch(..., backward=True)`.
     """
-    for run in groups:
+    for variant, run in _parts(shape, q.dtype, groups):
         rows = slice(run.start, run.stop)
         part = lse[shape.heads * run.start : shape.heads * run.stop]
         tensors = (q[rows], k[rows], v[rows], out[rows], part, dout[rows], dq[rows], dk[rows], dv[rows])
-        if choose(q.dtype, run.length) == "flash":
+        if variant == "flash":
             _flash_backward(shape, run, *tensors)
         else:
             _tiled_backward(kernels, shape, run, *tensors, scratch)

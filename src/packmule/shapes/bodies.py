@@ -58,6 +58,18 @@ ATTENTION_ELEMENTS = 1 << 20
 """Elements that the scores of one batched attention product may have, unless one pair needs more."""
 
 
+KERNEL_WORKSPACE = 8 << 20
+"""Most bytes that matrix products pack outside the arena, in any body (measured: up to 5 MiB)."""
+
+FLASH_LENGTH = 64
+"""Longest document that torch's flash kernel takes (packmule.models.attention.choose)."""
+
+
+def flash_documents(shape: ModelShape, length: int) -> int:
+    """Documents that go through one call of the flash kernel."""
+    return max(1, ATTENTION_ELEMENTS // (length * shape.heads * shape.head_dim))
+
+
 def _pair_elements(shape: ModelShape, length: int) -> int:
     """Elements of the largest temporary of one (document, key/value head) pair."""
     group, d, tile = shape.heads // shape.kv_heads, shape.head_dim, min(ATTENTION_TILE, length)
@@ -173,11 +185,15 @@ def input_spec(shape: ModelShape, tokens: int, types: Dtypes) -> TensorSpec:
 
 
 def layer_workspace(shape: ModelShape, tokens: int, types: Dtypes) -> int:
-    """Most bytes torch holds outside the arena during a layer's body: attention's outputs
-    and gradients, and its buffers per thread. Tokens is the longest run of equal documents."""
+    """Most bytes torch holds outside the arena during a layer's body, whatever the documents:
+    the flash kernel's results for short ones where it is used (not in bfloat16), and what
+    matrix products pack."""
+    if types.compute == "bfloat16":
+        return KERNEL_WORKSPACE
+    most = flash_documents(shape, FLASH_LENGTH) * FLASH_LENGTH
     q, kv = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
-    c, s = ITEMSIZE[types.compute], ITEMSIZE[types.statistic]
-    return tokens * ((2 * q + 2 * kv) * c + 2 * shape.heads * s) + (8 << 20)
+    per_token = (q + 2 * kv) * ITEMSIZE[types.compute] + 2 * shape.heads * ITEMSIZE[types.statistic]
+    return min(tokens, most) * per_token + KERNEL_WORKSPACE
 
 
 def layer_flops(shape: ModelShape, tokens: int, mean_length: float) -> tuple[float, float]:

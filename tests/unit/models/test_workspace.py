@@ -1,0 +1,96 @@
+"""What torch allocates outside the declared buffers, against `layer_workspace`.
+
+Method: run once (libraries make their caches), give free memory back, reset the process's peak
+(/proc/self/clear_refs), run again; the workspace is VmHWM now less VmRSS before.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from packmule.kernels import load
+from packmule.models import llama
+from packmule.models.llama import Decoder, TokenBatch
+from packmule.models.views import views
+from packmule.shapes import bodies
+from packmule.shapes.layout import TensorSpec, layout
+from packmule.shapes.model import ModelShape
+from packmule.spec.batch import Batch
+
+SHAPE = ModelShape(4096, 512, 1, 8, 4, 64, 1408, 1e-5, 1e4, False, 2048)
+TOKENS = 2048
+
+
+def memory(key: str) -> int:
+    """Bytes of one line of /proc/self/status."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) << 10 for line in lines if line.startswith(key))
+
+
+def peak_bytes(body: Callable[[], object]) -> int:
+    """By the module's method."""
+    body()
+    ctypes.CDLL(None).malloc_trim(0)
+    Path("/proc/self/clear_refs").write_text("5")
+    before = memory("VmRSS")
+    body()
+    return memory("VmHWM") - before
+
+
+def buffers(specs: tuple[TensorSpec, ...]) -> dict[str, Tensor]:
+    place = layout(specs)
+    return views(torch.zeros(place.bytes, dtype=torch.uint8), place)
+
+
+def test_the_method_sees_an_allocation() -> None:
+    assert peak_bytes(lambda: torch.ones(8 << 20).sum()) > 30 << 20
+
+
+@pytest.mark.parametrize("precision", ("fp32", "bf16-mixed"))
+@pytest.mark.parametrize("length", (64, 512, TOKENS))
+def test_a_layer_stays_within_its_workspace(precision: str, length: int) -> None:
+    types = bodies.DTYPES[precision]
+    decoder = Decoder.create(load(2), SHAPE, precision, length)
+    ids = np.zeros(TOKENS, dtype=np.int64)
+    positions = np.arange(TOKENS, dtype=np.int32) % length
+    batch = TokenBatch.from_batch(Batch(ids, ids.copy(), positions, (length,) * (TOKENS // length)))
+    block = SHAPE.blocks()[1]
+    weights, grads = buffers(block.specs(types.compute)), buffers(block.specs(types.gradient))
+    for weight in weights.values():
+        weight.normal_(0, 0.02)
+    stream = buffers((bodies.input_spec(SHAPE, TOKENS, types),))
+    x, out, dx = (stream["x"], torch.zeros_like(stream["x"]), torch.zeros_like(stream["x"]))
+    x.normal_()
+    saved = buffers(bodies.layer_saved(SHAPE, TOKENS, types))
+    scratch = buffers(bodies.layer_backward_scratch(SHAPE, TOKENS, types))
+
+    def body() -> None:
+        llama.layer_forward(decoder, weights, batch, x, saved, scratch, out)
+        llama.layer_backward(decoder, weights, batch, x, saved, scratch, x, dx, grads, True, True)
+
+    assert peak_bytes(body) <= bodies.layer_workspace(SHAPE, TOKENS, types)
+    decoder.kernels.close()
+
+
+@pytest.mark.parametrize("precision", ("fp32", "bf16-mixed"))
+def test_the_head_stays_within_its_workspace(precision: str) -> None:
+    types, chunk = bodies.DTYPES[precision], 512
+    decoder = Decoder.create(load(2), SHAPE, precision, TOKENS)
+    ids = np.zeros(TOKENS, dtype=np.int64)
+    batch = TokenBatch.from_batch(Batch(ids, ids.copy(), np.arange(TOKENS, dtype=np.int32), (TOKENS,)))
+    block = SHAPE.blocks()[-1]
+    weights, grads = buffers(block.specs(types.compute)), buffers(block.specs(types.gradient))
+    x = buffers((bodies.input_spec(SHAPE, TOKENS, types),))["x"]
+    scratch, dx = buffers(bodies.head_scratch(SHAPE, chunk, types, True)), torch.zeros_like(x)
+    used = peak_bytes(
+        lambda: llama.head_loss(decoder, weights, batch, x, 1e-3, chunk, dx, grads, scratch, True)
+    )
+    assert used <= bodies.KERNEL_WORKSPACE
+    decoder.kernels.close()
