@@ -159,7 +159,7 @@ class RecordingDisk:
 
     def open(self, path: Path, write: bool) -> Handle:
         self._opened += 1
-        self._open[self._opened] = self._file(path)
+        self._open[self._opened] = self.file(path)
         return Handle(path, self._opened, direct=False)
 
     def close(self, handle: Handle) -> None:
@@ -179,20 +179,20 @@ class RecordingDisk:
         self._sync("sync", handle.path, self._open[handle.number])
 
     def read_bytes(self, path: Path) -> bytes:
-        return bytes(self._file(path).live)
+        return bytes(self.file(path).live)
 
     def write_bytes(self, path: Path, data: bytes) -> None:
         self._begin()
         folder = self._folder(path.parent)
         if path.name not in folder.live:
             folder.change(**{path.name: File()})
-        file = self._file(path)
+        file = self.file(path)
         file.resize(0)
         file.write(data, 0)
         self._end("write_bytes", path)
 
     def sync_file(self, path: Path) -> None:
-        self._sync("sync_file", path, self._file(path))
+        self._sync("sync_file", path, self.file(path))
 
     def rename(self, source: Path, target: Path) -> None:
         self._begin()
@@ -230,7 +230,7 @@ class RecordingDisk:
         return True
 
     def size(self, path: Path) -> int:
-        return len(self._file(path).live)
+        return len(self.file(path).live)
 
     def list(self, path: Path) -> tuple[str, ...]:
         return tuple(sorted(self._folder(path).live))
@@ -264,7 +264,7 @@ class RecordingDisk:
             node = node.live[name]
         return node
 
-    def _file(self, path: Path) -> File:
+    def file(self, path: Path) -> File:
         node = self._node(path)
         if not isinstance(node, File):
             raise DiskError(f"{path}: is a folder.")

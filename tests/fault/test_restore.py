@@ -49,13 +49,13 @@ def run_with_snapshot(chunk_bytes: int = LAYOUT.chunk_bytes) -> RecordingDisk:
 
 
 def flip(disk: RecordingDisk, path: object, rng: random.Random) -> None:
-    file = disk._file(path)  # type: ignore[arg-type]
+    file = disk.file(path)  # type: ignore[arg-type]
     file.live[rng.randrange(len(file.live))] ^= 1 << rng.randrange(8)
     file.sync()
 
 
 def truncate(disk: RecordingDisk, path: object, rng: random.Random) -> None:
-    file = disk._file(path)  # type: ignore[arg-type]
+    file = disk.file(path)  # type: ignore[arg-type]
     file.resize(rng.randrange(len(file.live)))
     file.sync()
 
@@ -67,7 +67,7 @@ def remove(disk: RecordingDisk, path: object, rng: random.Random) -> None:
 
 def scratch(disk: RecordingDisk, path: object, rng: random.Random) -> None:
     """Damage every chunk of both slots."""
-    file = disk._file(path)  # type: ignore[arg-type]
+    file = disk.file(path)  # type: ignore[arg-type]
     file.live[:] = bytes(byte ^ 255 for byte in file.live)
     file.sync()
 
@@ -144,7 +144,7 @@ def test_every_damaged_chunk_is_listed_by_name(seed: int) -> None:
     assert head is not None
     everything = [(b, i) for b in range(len(LAYOUT.blocks)) for i in range(len(LAYOUT.chunks(b)))]
     damaged = sorted(rng.sample(everything, 4))
-    file = disk._file(STATE)
+    file = disk.file(STATE)
     for block, index in damaged:
         start = LAYOUT.chunk_offset(block, head.blocks[block].slot, index)
         file.live[start + rng.randrange(LAYOUT.chunks(block)[index].bytes)] ^= 1 << rng.randrange(8)
@@ -167,7 +167,7 @@ def test_the_slot_that_head_does_not_name_may_hold_anything(seed: int) -> None:
     assert head is not None
     for block, entry in enumerate(head.blocks):
         start = LAYOUT.offset(block, 1 - entry.slot)
-        disk._file(STATE).live[start : start + LAYOUT.block_bytes(block)] = rng.randbytes(
+        disk.file(STATE).live[start : start + LAYOUT.block_bytes(block)] = rng.randbytes(
             LAYOUT.block_bytes(block)
         )
     assert verify(disk, RUN, zlib.crc32).damage == ()

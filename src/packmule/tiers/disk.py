@@ -22,7 +22,7 @@ import numpy as np
 from packmule.errors import DamagedFile, DiskError
 from packmule.shapes.layout import PAGE
 
-_UNSYNCABLE_FOLDER = (errno.EINVAL, errno.ENOTSUP)
+_UNSYNCABLE_FOLDER = (errno.EINVAL, errno.ENOTSUP, errno.EACCES)
 
 
 @dataclass(frozen=True)
@@ -119,11 +119,12 @@ def replace_file(disk: Disk, path: Path, data: bytes) -> None:
 
 def ensure_folder(disk: Disk, path: Path) -> None:
     """Make a folder and what is missing above it, all durable when this returns."""
-    if not disk.exists(path.parent):
-        ensure_folder(disk, path.parent)
-    disk.make_folder(path)
-    # Also when it was there: an earlier process may have died before its own sync.
-    disk.sync_folder(path.parent)
+    for folder in (*reversed(path.parents), path):
+        if not disk.exists(folder):
+            disk.make_folder(folder)
+        # Also when it was there: an earlier process may have died before its own sync.
+        if folder != folder.parent:
+            disk.sync_folder(folder.parent)
 
 
 def remove_folder(disk: Disk, path: Path) -> None:
@@ -256,7 +257,8 @@ class PosixDisk:
             finally:
                 os.close(number)
         except OSError as error:
-            # Some network file systems cannot sync a folder: they order names themselves.
+            # Some file systems cannot sync a folder: they order names themselves. And a folder
+            # this user may not read is somebody else's: the names in it were there before.
             if error.errno not in _UNSYNCABLE_FOLDER:
                 raise _explain(path, "sync", error) from None
 

@@ -218,6 +218,19 @@ def test_replace_file_leaves_only_the_new_contents(tmp_path: Path) -> None:
         assert os.listdir(tmp_path) == ["HEAD.json"]
 
 
+def test_every_folder_above_is_synced_even_if_it_was_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A process that was killed may have made any of them without its sync."""
+    synced: list[Path] = []
+    monkeypatch.setattr(PosixDisk, "sync_folder", lambda _, path: synced.append(path))
+    path = tmp_path / "a" / "b"
+    for _ in range(2):
+        synced.clear()
+        ensure_folder(PosixDisk(), path)
+        assert synced == list(reversed(path.parents))
+
+
 def test_folders_are_made_with_their_parents_and_removed_with_their_files(tmp_path: Path) -> None:
     disk, path = PosixDisk(), tmp_path / "a" / "b" / "c"
     ensure_folder(disk, path)
