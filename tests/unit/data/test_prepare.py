@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from packmule.data.gguf_tokenizer import tokenizer_from_gguf
 from packmule.data.prepare import main, open_data
 
 TEXTS = ["the cat sat on the mat", "a mule carried 12 models", "once upon a time " * 30, "the end"]
@@ -30,7 +31,9 @@ def request_of(tmp_path: Path, byte_level: Callable[..., Path]) -> dict[str, Any
 def run(request: dict[str, Any]) -> tuple[int, list[dict[str, Any]]]:
     out = io.StringIO()
     code = main([json.dumps(request)], io.StringIO(), out)
-    return code, [json.loads(line) for line in out.getvalue().splitlines()]
+    lines = [json.loads(line) for line in out.getvalue().splitlines()]
+    assert lines.pop() == {"event": "end"}
+    return code, lines
 
 
 def test_child_writes_model_and_data_and_reports_without_torch(request_of: dict[str, Any]) -> None:
@@ -43,6 +46,7 @@ def test_child_writes_model_and_data_and_reports_without_torch(request_of: dict[
     )
     assert done.returncode == 0 and done.stderr.strip() == "False", done.stderr
     lines = [json.loads(line) for line in done.stdout.splitlines()]
+    assert lines.pop() == {"event": "end"}
     phases = [line["phase"] for line in lines if "phase" in line]
     assert list(dict.fromkeys(phases)) == ["model", "hash", "tokenize", "pack"]
     report = lines[-2]["report"]
@@ -58,6 +62,17 @@ def test_child_writes_model_and_data_and_reports_without_torch(request_of: dict[
     tokenizer = {"tokenizer.json", "tokenizer_config.json"}
     assert names == tokenizer | {"config.json", "generation_config.json", "weights.json"}
     assert json.loads((out / "model" / "generation_config.json").read_text())["eos_token_id"] == 2
+
+
+def test_sample_prompt_is_encoded_as_a_document_begins(
+    request_of: dict[str, Any], byte_level: Callable[..., Path]
+) -> None:
+    for add_bos in (False, True):
+        model = byte_level("gpt-2", add_bos=add_bos)
+        _, lines = run({**request_of, "model": str(model), "sample_prompt": "the cat"})
+        tokenizer = tokenizer_from_gguf(model)
+        expected = [tokenizer.bos] * add_bos + tokenizer.encode(["the cat"])[0]
+        assert lines[-1]["report"]["sample_ids"] == expected
 
 
 def test_store_is_reused_until_something_that_matters_changes(
