@@ -49,7 +49,7 @@ def test_child_writes_model_and_data_and_reports_without_torch(request_of: dict[
     assert lines.pop() == {"event": "end"}
     phases = [line["phase"] for line in lines if "phase" in line]
     assert list(dict.fromkeys(phases)) == ["model", "hash", "tokenize", "pack"]
-    report = lines[-2]["report"]
+    report = lines[-1]["report"]
     out = Path(request_of["out"])
     data = open_data(out / "data")
     assert data.validation is not None
@@ -81,7 +81,7 @@ def test_store_is_reused_until_something_that_matters_changes(
     def reused(**changes: Any) -> bool:
         code, lines = run({**request_of, **changes})
         assert code == 0, lines
-        return bool(lines[-2]["report"]["reused"])
+        return bool(lines[-1]["report"]["reused"])
 
     assert not reused()
     assert reused()
@@ -113,7 +113,7 @@ def test_errors_are_one_json_line(
     changes: dict[str, Any], kind: str, message: str, request_of: dict[str, Any]
 ) -> None:
     code, lines = run({**request_of, **changes})
-    error = lines[-2]
+    error = lines[-1]
     assert (error["kind"], error["exit_code"]) == (kind, code) and code in (2, 4)
     assert message in error["cause"] and error["hint"]
 
@@ -122,4 +122,4 @@ def test_folder_without_weights_needs_random_init(request_of: dict[str, Any], tm
     assert run(request_of)[0] == 0
     changes = {"model": str(Path(request_of["out"]) / "model"), "out": str(tmp_path / "again")}
     code, lines = run({**request_of, **changes})
-    assert code == 2 and "model.safetensors" in lines[-2]["cause"]
+    assert code == 2 and "model.safetensors" in lines[-1]["cause"]
