@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
 
+import numpy as np
 from pydantic import Field
 
 from packmule.data.files import disk_errors, read_text, write_text
@@ -43,6 +44,7 @@ class PrepareRequest(Record):
     dataset: tuple[str, ...] = Field(min_length=1, description="files, folders, globs")
     max_seq_length: int = Field(ge=2)
     val_size: float = Field(default=0.0, ge=0, description="fraction below 1, or documents")
+    validation_only: bool = Field(default=False, description="hold all documents out, for evaluation")
     seed: int = 0
     out: str = Field(description="run folder")
     sample_prompt: str = Field(default="", description="text whose token ids the report gives")
@@ -170,8 +172,14 @@ def _store(
 def _pack(
     request: PrepareRequest, store: TokenStore, folder: Path
 ) -> tuple[DataIndex, RowsMeta, RowsMeta | None]:
-    held_out = validation_documents(store.meta.documents, request.val_size, request.seed)
     name = f"rows-{store.meta.key[:16]}-{request.max_seq_length}"
+    if request.validation_only:
+        every = write_rows(
+            folder / f"{name}-all", store, np.ones(store.meta.documents, bool), request.max_seq_length
+        )
+        index = DataIndex(store=store.folder.name, train=f"{name}-all", validation=f"{name}-all")
+        return index, every, every
+    held_out = validation_documents(store.meta.documents, request.val_size, request.seed)
     if held_out.any():
         name += f"-{request.val_size:g}-{request.seed}"
     train = write_rows(folder / f"{name}-train", store, ~held_out, request.max_seq_length)

@@ -233,6 +233,7 @@ def update(runtime: Runtime, task: Task) -> None:
     types, shared = model.types, runtime.state.update
     if shared is None:
         raise RuntimeError("an update without a step")
+    runtime.state.touched = True
     scale = task.find(BufferKind.SCALE, -1)
     if scale is not None:
         shared = replace(shared, factor=float(_tensor(runtime, scale.offset, 1, "float64")))
@@ -293,7 +294,7 @@ def read_state(runtime: Runtime, task: Task) -> None:
 
 def write_state(runtime: Runtime, task: Task) -> None:
     """One chunk of every plane to the block's slot; the first begins the update, the last ends it."""
-    model, store = runtime.model, runtime.store
+    model, store = runtime.model, runtime.writable
     start, size = model.chunks(task.block)[task.part]
     pieces = store.layout.pieces(task.block)
     resident = task.find(BufferKind.STATE)
@@ -315,7 +316,7 @@ def commit(runtime: Runtime, task: Task) -> None:
         raise RuntimeError("a commit without progress")
     if runtime.model.plan.update != "on-fetch":
         check_finite(state.losses, state.square)  # on-fetch: checked when the step ended
-    runtime.store.commit(state.progress)
+    runtime.writable.commit(state.progress)
 
 
 def check_finite(losses: dict[int, tuple[float, int]], square: float) -> None:

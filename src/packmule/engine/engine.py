@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from packmule.checkpoint.head import Progress
+from packmule.checkpoint.reader import StateReader
 from packmule.checkpoint.store import StateStore
 from packmule.engine.bodies import BODIES, check_finite
 from packmule.engine.program import Program
@@ -17,7 +18,7 @@ from packmule.engine.runtime import Runtime, StepState
 from packmule.graph.costs import Costs
 from packmule.graph.kinds import BufferKind, Tier
 from packmule.graph.model import PlannedModel
-from packmule.graph.run import evaluation_batches, run_graphs
+from packmule.graph.run import evaluation_batches, inference_graphs, run_graphs
 from packmule.graph.simulate import simulate
 from packmule.graph.step import StepGraph
 from packmule.kernels.contract import Kernels
@@ -27,7 +28,7 @@ from packmule.optim.adamw import Update
 from packmule.spec.batch import Batch
 from packmule.spec.timeline import Timeline
 from packmule.tiers.arena import Arena
-from packmule.tiers.disk import Disk
+from packmule.tiers.disk import Disk, aligned_buffer
 
 Stopping = Callable[[], bool]
 
@@ -40,11 +41,13 @@ class Needs:
         mean_length: tokens per document, weighted by tokens; only predictions depend on it.
         evaluation_rows: of one evaluation; 0: none.
         sample_tokens: positions of a generated text; 0: none.
+        training: False only reads: the store may be a StateReader.
     """
 
     mean_length: float = 1.0
     evaluation_rows: int = 0
     sample_tokens: int = 0
+    training: bool = True
 
 
 @dataclass(frozen=True)
@@ -92,7 +95,7 @@ class Engine:
         self,
         model: PlannedModel,
         kernels: Kernels,
-        store: StateStore,
+        store: StateStore | StateReader,
         disk: Disk,
         folder: Path,
         costs: Costs,
@@ -101,9 +104,8 @@ class Engine:
     ) -> None:
         self.model = model
         self.needs = needs
-        graphs = run_graphs(
-            model, costs, needs.mean_length, needs.evaluation_rows, needs.sample_tokens
-        )
+        make = run_graphs if needs.training else inference_graphs
+        graphs = make(model, costs, needs.mean_length, needs.evaluation_rows, needs.sample_tokens)
         self.arena = Arena(max(graph.extent(Tier.RAM) for graph in graphs.values()))
         work = max(graph.extent(Tier.DISK) for graph in graphs.values())
         self.runtime = Runtime(model, kernels, store, disk, folder, self.arena, work)
@@ -115,9 +117,9 @@ class Engine:
 
     def load(self, stopping: Stopping | None = None) -> Timeline:
         """Read and verify the last commit; fill what the plan keeps elsewhere."""
-        buffer = self.arena.view(0, self.arena.bytes)
-        if self.runtime.store.layout.chunk_bytes != self.model.plan.io.chunk_bytes:
-            self.runtime.store.rechunk(self.model.plan.io.chunk_bytes, buffer)
+        store, chunk = self.runtime.store, self.model.plan.io.chunk_bytes
+        if isinstance(store, StateStore) and store.layout.chunk_bytes != chunk:
+            store.rechunk(chunk, aligned_buffer(max(chunk, store.layout.chunk_bytes)))
         self._pending = None
         self._committed = True
         return self.programs["load"].run(stopping=stopping)
@@ -166,6 +168,12 @@ class Engine:
         self._committed = commit and not on_fetch
         loss, count = _total(state)
         return StepResult(loss * state.scale, count, math.sqrt(state.square), timeline, program.graph)
+
+    @property
+    def clean(self) -> bool:
+        """Whether the execution under way, or the last one, has left every plane as it was: no
+        update has begun since. Always False where an update of the step before is pending."""
+        return self._pending is None and not self.runtime.state.touched
 
     def settle(self, progress: Progress, stopping: Stopping | None = None) -> None:
         """Apply what is pending and make the state durable, if it is not yet.

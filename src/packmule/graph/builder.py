@@ -24,7 +24,7 @@ class GraphBuilder:
         self._capacity = list(resources.values())
         self._tiers = tuple(tiers)
         self._align = align
-        self._tasks: list[tuple[int, int, int, int, int, float, int]] = []
+        self._tasks: list[tuple[int, int, int, int, int, float, int, int]] = []
         self._uses: list[list[int]] = []
         self._amounts: list[int] = []
         self._reads: list[list[int]] = []
@@ -69,6 +69,7 @@ class GraphBuilder:
         writes: Iterable[int] = (),
         seconds: float = 0.0,
         workspace: int = 0,
+        moved: int = 0,
         rank: int = 0,
         block: int = -1,
         micro: int = -1,
@@ -97,7 +98,7 @@ class GraphBuilder:
             self._writer[buffer] = index
             self._readers[buffer] = []
             self._touch(buffer, index)
-        self._tasks.append((kind, rank, block, micro, part, seconds, workspace))
+        self._tasks.append((kind, rank, block, micro, part, seconds, workspace, moved))
         self._uses.append([self._resources[name] for name in uses])
         self._amounts.extend(uses.values())
         self._reads.append(read_list)
@@ -141,6 +142,7 @@ class GraphBuilder:
             part=columns[4],
             seconds=np.array([task[5] for task in self._tasks], np.float64),
             workspace=np.array([task[6] for task in self._tasks], np.int64),
+            moved=np.array([task[7] for task in self._tasks], np.int64),
             uses=Csr.of(self._uses),
             amounts=np.array(self._amounts, np.int64),
             reads=Csr.of(self._reads),

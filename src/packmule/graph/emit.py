@@ -103,7 +103,15 @@ class Emitter:
         name = kind.name
         seconds = self.costs.read(size) if name.startswith("READ") else self.costs.write(size)
         self.builder.task(
-            kind, self._disk, reads=reads, writes=writes, seconds=seconds, block=block, micro=micro, part=part
+            kind,
+            self._disk,
+            reads=reads,
+            writes=writes,
+            seconds=seconds,
+            moved=size,
+            block=block,
+            micro=micro,
+            part=part,
         )
 
     def core_task(

@@ -48,6 +48,18 @@ def build_load(model: PlannedModel, costs: Costs) -> StepGraph:
     return emitter.build()
 
 
+def build_fill(model: PlannedModel, costs: Costs) -> StepGraph:
+    """Inference: read and verify the masters; fill the compute weights kept in RAM."""
+    emitter = Emitter(model, costs, 1.0)
+    visits = []
+    for block in model.blocks:
+        if model.plan.placement.weights == "ram":
+            target = emitter.resident(BufferKind.WEIGHTS, Tier.RAM, block.index)
+            visits.append(Visit(fetch=emitter.master_stream(block.index, target)))
+    arrange(visits, 0)
+    return emitter.build()
+
+
 def build_commit(model: PlannedModel, costs: Costs) -> StepGraph:
     """Make the state durable as it is (nothing pending)."""
     emitter = Emitter(model, costs, 1.0)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from packmule.graph.costs import Costs
 from packmule.graph.model import PlannedModel
-from packmule.graph.phases import build_commit, build_decode, build_evaluate, build_load
+from packmule.graph.phases import build_commit, build_decode, build_evaluate, build_fill, build_load
 from packmule.graph.step import StepGraph
 from packmule.graph.training import build_drain, build_step
 from packmule.spec.plan import Plan
@@ -50,6 +50,26 @@ def run_graphs(
     if pending:
         found["first"] = build_step(model, costs, mean_length)
         found["drain"] = build_drain(model, costs)
+    found.update(_reading_graphs(model, costs, mean_length, evaluation_rows, sample_tokens))
+    return found
+
+
+def inference_graphs(
+    model: PlannedModel, costs: Costs, mean_length: float, evaluation_rows: int, sample_tokens: int
+) -> dict[str, StepGraph]:
+    """The graphs of evaluating or generating from a commit: "load" and those that read.
+
+    The plan's placement has state on disk and weights in RAM or made from the state.
+    """
+    found = {"load": build_fill(model, costs)}
+    found.update(_reading_graphs(model, costs, mean_length, evaluation_rows, sample_tokens))
+    return found
+
+
+def _reading_graphs(
+    model: PlannedModel, costs: Costs, mean_length: float, evaluation_rows: int, sample_tokens: int
+) -> dict[str, StepGraph]:
+    plan, found = model.plan, {}
     if evaluation_rows:
         tokens = max(plan.numerics.micro_tokens)
         for count in sorted({len(micros) for micros in evaluation_batches(plan, evaluation_rows)}):

@@ -35,6 +35,7 @@ class StepGraph:
         kind, rank, block, micro, part: int64 [tasks]; -1 where a column does not apply.
         seconds: float64 [tasks], predicted duration.
         workspace: int64 [tasks], bytes held outside the arena while the task runs.
+        moved: int64 [tasks], bytes the task transfers to or from disk.
         uses: per task, resource indices; `amounts` holds the units taken, aligned with
             `uses.values`. The first resource is the task's home: its thread runs the body.
         reads, writes: per task, buffer indices.
@@ -53,6 +54,7 @@ class StepGraph:
     part: np.ndarray
     seconds: np.ndarray
     workspace: np.ndarray
+    moved: np.ndarray
     uses: Csr
     amounts: np.ndarray
     reads: Csr

@@ -10,9 +10,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from typing_extensions import Buffer
+
     from packmule.kernels.contract import Kernels
 
-__all__ = ["load"]
+__all__ = ["checksum", "load"]
 
 
 def load(threads: int, isa: str | None = None) -> Kernels:
@@ -37,3 +41,12 @@ def load(threads: int, isa: str | None = None) -> Kernels:
     from packmule.kernels.reference import TorchKernels
 
     return TorchKernels(threads)
+
+
+def checksum() -> Callable[[Buffer], int]:
+    """CRC32C of a buffer: native where the library is built, else in numpy. Loads no torch."""
+    from packmule.kernels import crc, native
+
+    if native.library_path() is not None:
+        return native.NativeKernels(1).crc32c
+    return crc.crc32c

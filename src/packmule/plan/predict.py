@@ -10,6 +10,7 @@ from packmule.graph.run import run_graphs
 from packmule.graph.simulate import simulate
 from packmule.graph.step import StepGraph
 from packmule.graph.training import build_step
+from packmule.graph.traffic import is_io, traffic
 from packmule.plan.situation import Situation
 from packmule.spec.plan import PhaseMemory, Plan, Predicted
 from packmule.spec.timeline import Timeline
@@ -142,12 +143,12 @@ def _times(
 ) -> Predicted:
     kinds = [TaskKind(kind) for kind in graph.kind.tolist()]
     seconds = graph.seconds
-    on_disk = np.array([name_is_io(kind) or kind == TaskKind.COMMIT for kind in kinds])
+    on_disk = np.array([is_io(kind) or kind == TaskKind.COMMIT for kind in kinds])
     compute = np.array([kind in COMPUTE for kind in kinds])
     cores = float(seconds[~on_disk].sum())
     every = plan.checkpoint.commit_steps
     extra = (timelines["step, commit"].seconds - timeline.seconds) / every
-    read, written = _traffic(graph, kinds)
+    read, written = traffic(graph)
     if plan.placement.state == "ram":
         written += int(graph_state_bytes(graph)) // every
     disk = float(seconds[on_disk].sum())
@@ -165,29 +166,7 @@ def _times(
     )
 
 
-def name_is_io(kind: TaskKind) -> bool:
-    """Whether a kind of task moves bytes to or from disk."""
-    return kind.name.startswith(("READ", "WRITE"))
-
-
 def graph_state_bytes(graph: StepGraph) -> int:
     """Bytes of resident state in a graph."""
     mask = (graph.buffer_kind == BufferKind.STATE) & (graph.buffer_tier == Tier.RAM)
     return int(graph.buffer_bytes[mask].sum())
-
-
-def _traffic(graph: StepGraph, kinds: list[TaskKind]) -> tuple[int, int]:
-    """(read, written) bytes of one execution."""
-    read = written = 0
-    for task, kind in enumerate(kinds):
-        if not name_is_io(kind):
-            continue
-        # The transfer is as large as the smaller of its two ends' shares.
-        sizes = [int(graph.buffer_bytes[b]) for b in graph.touched(task)]
-        size = min(sizes)
-        if kind.name.startswith("READ"):
-            read += size
-        else:
-            written += size
-    return read, written
-

@@ -16,19 +16,30 @@ from packmule.spec.units import format_bytes, format_seconds
 SIMULATIONS = 48
 """Most candidates simulated; the bounds order them, so the best is nearly always among the first."""
 
+UNBOUNDED = 1 << 50
+"""A budget that is none."""
+
 COMMIT_SHARE = 0.03
 """Share of a run's time that commits may take when the planner chooses how often."""
 
 
 @dataclass(frozen=True)
 class Found:
-    """A search's result: the plan, some of the others that fit, and how many were looked at."""
+    """A search's result.
+
+    Attributes:
+        plan: the fastest that fits.
+        runners_up: some of the others that fit.
+        possible, bounded, simulated: candidates in all, ruled out by bounds, looked at closely.
+        unbounded: the fastest plan if memory were no matter, or None if it is `plan`.
+    """
 
     plan: Plan
     runners_up: tuple[Plan, ...]
     possible: int
     bounded: int
     simulated: int
+    unbounded: Plan | None = None
 
 
 def search(situation: Situation) -> Found:
@@ -40,10 +51,13 @@ def search(situation: Situation) -> Found:
     found = _search(situation)
     if found is None:
         raise _refusal(situation)
-    return found
+    free = None if situation.fixed else _search(replace(situation, budget_bytes=UNBOUNDED), simulations=2)
+    if free is None or free.plan.model_copy(update={"budget_bytes": found.plan.budget_bytes}) == found.plan:
+        return found
+    return replace(found, unbounded=free.plan)
 
 
-def _search(situation: Situation) -> Found | None:
+def _search(situation: Situation, simulations: int = SIMULATIONS) -> Found | None:
     sizes = Sizes.of(situation.shape, situation.numerics.precision)
     room = situation.budget_bytes - baseline(situation) - STAGING_BYTES
     possible, open_plans = 0, []
@@ -60,7 +74,7 @@ def _search(situation: Situation) -> Found | None:
     simulated = 0
     for bound, _, _, plan in open_plans:
         fastest = best.predicted.step_seconds if best and best.predicted else float("inf")
-        if bound >= fastest or (best is not None and simulated >= SIMULATIONS):
+        if bound >= fastest or (best is not None and simulated >= simulations):
             break
         simulated += 1
         seconds, ram = step_only(situation, plan)

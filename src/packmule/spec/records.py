@@ -70,7 +70,9 @@ def _fields_at(cls: type[BaseModel], path: tuple[int | str, ...]) -> list[str]:
 
 
 def _explain(cls: type[BaseModel], error: ValidationError, source: str) -> tuple[str, str]:
-    first = error.errors()[0]
+    # A mistyped key also leaves the right one missing: the typing error says more.
+    found = error.errors()
+    first = next((e for e in found if e["type"] == "extra_forbidden"), found[0])
     path = tuple(first["loc"])
     key = ".".join(str(part) for part in path)
     if first["type"] == "extra_forbidden":

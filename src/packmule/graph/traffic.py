@@ -1,0 +1,22 @@
+"""Bytes that a graph's execution moves to and from disk."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from packmule.graph.kinds import TaskKind
+from packmule.graph.step import StepGraph
+
+_READS = [kind for kind in TaskKind if kind.name.startswith("READ")]
+_WRITES = [kind for kind in TaskKind if kind.name.startswith("WRITE")]
+
+
+def is_io(kind: TaskKind) -> bool:
+    """Whether a kind of task moves bytes to or from disk."""
+    return kind in _READS or kind in _WRITES
+
+
+def traffic(graph: StepGraph) -> tuple[int, int]:
+    """(read, written) bytes of one execution."""
+    read = graph.moved[np.isin(graph.kind, _READS)].sum()
+    return int(read), int(graph.moved[np.isin(graph.kind, _WRITES)].sum())

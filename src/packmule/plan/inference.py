@@ -1,0 +1,74 @@
+"""A plan for evaluating or generating: which weights stay, how many rows at once."""
+
+from __future__ import annotations
+
+from packmule.errors import DoesNotFit
+from packmule.graph.costs import Costs
+from packmule.graph.kinds import Tier
+from packmule.graph.model import PlannedModel
+from packmule.graph.run import inference_graphs
+from packmule.graph.simulate import simulate
+from packmule.shapes.model import ModelShape
+from packmule.spec.plan import CheckpointPlan, Io, Numerics, Placement, Plan
+from packmule.spec.units import format_bytes
+
+
+def inference_plan(
+    shape: ModelShape,
+    numerics: Numerics,
+    costs: Costs,
+    budget_bytes: int,
+    baseline_bytes: int,
+    chunk_bytes: int,
+    mean_length: float,
+    evaluation_rows: int,
+    positions: int,
+) -> Plan:
+    """The fastest plan that fits, over weights kept or streamed and rows at once.
+
+    Args:
+        numerics: of the run; micro-batches are chosen anew (a loss does not depend on them).
+        chunk_bytes: of the state that is read.
+
+    Raises:
+        DoesNotFit: says how much is missing.
+    """
+    best: tuple[float, Plan] | None = None
+    least: int | None = None
+    for weights in ("ram", "state"):
+        for rows in (8, 4, 2, 1):
+            plan = Plan(
+                budget_bytes=budget_bytes,
+                numerics=numerics.model_copy(
+                    update={
+                        "micro_rows": (rows,),
+                        "loss_chunk": min(numerics.loss_chunk, rows * numerics.max_seq_length),
+                    }
+                ),
+                placement=Placement(state="disk", weights=weights),  # type: ignore[arg-type]
+                order="breadth",
+                recompute=(True,) * shape.layers,
+                update="after-backward",
+                io=Io(prefetch=1, chunk_bytes=chunk_bytes),
+                checkpoint=CheckpointPlan(commit_steps=1, snapshot_steps=None),
+            )
+            graphs = inference_graphs(PlannedModel(shape, plan), costs, mean_length, evaluation_rows, positions)
+            arena = max(graph.extent(Tier.RAM) for graph in graphs.values())
+            outside = max(int(graph.workspace.max(initial=0)) for graph in graphs.values())
+            ram = baseline_bytes + arena + outside
+            least = ram if least is None else min(least, ram)
+            if ram > budget_bytes:
+                continue
+            batches = -(-evaluation_rows // rows)
+            seconds = sum(
+                simulate(graph).seconds * (batches if name.startswith("evaluate") else positions if name == "token" else 1)
+                for name, graph in graphs.items()
+            )
+            if best is None or seconds < best[0]:
+                best = seconds, plan
+    if best is None:
+        raise DoesNotFit(
+            f"This needs at least {format_bytes(least or 0)} of RAM; the budget is {format_bytes(budget_bytes)}.",
+            f"--ram {format_bytes((least or 0) * 1.01).replace(' ', '')}, or fewer rows or tokens",
+        )
+    return best[1]

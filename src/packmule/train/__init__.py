@@ -1,0 +1,1 @@
+"""Running a job: the parent that plans, starts and watches; the child that trains."""

@@ -1,0 +1,116 @@
+"""`python -m packmule.train.child`: the process that holds the model: trains, evaluates, generates.
+
+Reads one Request from standard input and answers with events on standard output. malloc is
+tuned before torch is imported; once the arena is touched, RLIMIT_DATA keeps the budget.
+"""
+
+from __future__ import annotations
+
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+from packmule.errors import Interrupted, PackmuleError, RunFailed
+from packmule.train.memory import die_with_parent, limit_data, process_memory, tune_malloc
+from packmule.train.messages import Request, Sender
+
+
+class Signals:
+    """Remembers the first SIGTERM or SIGINT; bodies ask between tasks."""
+
+    def __init__(self) -> None:
+        self.received: int | None = None
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, self._note)
+
+    def _note(self, number: int, frame: Any) -> None:
+        self.received = self.received or number
+
+    def __call__(self) -> bool:
+        """Whether one has come."""
+        return self.received is not None
+
+    def check(self) -> None:
+        """Raise Interrupted if one has come."""
+        if self.received is not None:
+            raise self.error()
+
+    def error(self) -> Interrupted:
+        """What a stopped run ends in."""
+        name = signal.Signals(self.received or signal.SIGTERM).name
+        return Interrupted(
+            self.received or signal.SIGTERM,
+            f"Stopped by {name}; the last commit is kept.",
+            "the same command carries on from it",
+        )
+
+
+def main() -> int:
+    """Serve one request; the exit code is 0 whenever an event told how it ended."""
+    die_with_parent()
+    signals = Signals()
+    tune_malloc()
+    sender = Sender(sys.stdout)
+    request = Request.parse_json(sys.stdin.readline(), "the request")
+    try:
+        _serve(request, sender, signals)
+    except PackmuleError as error:
+        _send_error(sender, error)
+    except (MemoryError, RuntimeError) as error:
+        if not is_out_of_memory(error):
+            raise
+        peak = process_memory().peak
+        _send_error(
+            sender,
+            RunFailed(
+                f"An allocation failed at the budget: {_first_line(error)} (this process held {peak:,} bytes).",
+                "the last commit is kept; run the same command with a slightly larger --ram",
+            ),
+        )
+    memory = process_memory()
+    sender.send("end", peak_bytes=memory.peak)
+    sys.stdout.flush()
+    return 0
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an error is an allocation that malloc or torch could not make."""
+    text = str(error)
+    return isinstance(error, MemoryError) or "allocate memory" in text or "bad_alloc" in text
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+
+
+def _send_error(sender: Sender, error: PackmuleError) -> None:
+    sender.send(
+        "error", kind=type(error).__name__, cause=error.cause, hint=error.hint, exit_code=error.exit_code
+    )
+
+
+def _serve(request: Request, sender: Sender, signals: Signals) -> None:
+    import torch
+
+    torch.set_grad_enabled(False)
+    from packmule.train.folder import RunFolder
+
+    folder = RunFolder(Path(request.folder), Path(request.state))
+    if request.work == "train":
+        from packmule.train.loop import Loop
+
+        loop = Loop(request, folder, sender, signals)
+        loop.prepare()
+        loop.engine.arena.touch()
+        limit_data(request.ram_bytes)
+        loop.run()
+        return
+    from packmule.train.reading import evaluate, generate
+
+    work = evaluate if request.work == "evaluate" else generate
+    work(request, folder, sender, signals)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

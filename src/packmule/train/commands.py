@@ -1,0 +1,268 @@
+"""What the other commands do: evaluate, generate, export, verify, info. Loads no torch."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from packmule.checkpoint.head import Head, read_head
+from packmule.checkpoint.reader import StateReader
+from packmule.checkpoint.snapshots import snapshots
+from packmule.checkpoint.verify import verify as verify_state
+from packmule.data.prepare import PrepareReport, PrepareRequest, open_data
+from packmule.errors import ConfigError, DamagedFile
+from packmule.graph.costs import Costs
+from packmule.kernels import checksum
+from packmule.models.weights.export import write_huggingface
+from packmule.plan.inference import inference_plan
+from packmule.shapes.bodies import DTYPES
+from packmule.spec.environment import Environment
+from packmule.spec.units import format_bytes
+from packmule.tiers.disk import PosixDisk
+from packmule.train.folder import RunFolder, read_log
+from packmule.train.launch import RESERVE, TOKENIZER_FACTOR
+from packmule.train.memory import process_memory
+from packmule.train.messages import Request
+from packmule.train.transfer import exporter
+from packmule.train.watch import run_child
+
+
+def evaluate(
+    run: Path,
+    environment: Environment,
+    dataset: tuple[str, ...] = (),
+    rows: int | None = None,
+    ram_bytes: int | None = None,
+) -> dict[str, Any]:
+    """Loss and perplexity of a commit or snapshot.
+
+    Args:
+        dataset: other text to judge on; by default the run's validation rows.
+
+    Raises:
+        PackmuleError: see the parts.
+    """
+    folder = RunFolder.open(run)
+    head = _head(folder)
+    with tempfile.TemporaryDirectory(prefix="packmule-eval-", dir=folder.path) as temporary:
+        data = folder.data
+        if dataset:
+            data = Path(temporary) / "data"
+            _prepare(folder, environment, dataset, head, Path(temporary))
+        found = open_data(data)
+        chosen = found.validation if found.validation is not None else None
+        if chosen is None:
+            raise ConfigError(f"{folder.path} has no validation data.", "give text with --dataset")
+        count = min(rows or len(chosen), len(chosen))
+        length = chosen.meta.mean_length_by_token
+        result = _run(folder, environment, head, ram_bytes, "evaluate", data, length, count, (), 0, {})
+    event = result["evaluation"]
+    return {"step": head.step, "rows": count, **{k: event[k] for k in ("loss", "perplexity", "targets")}}
+
+
+def _prepare(
+    folder: RunFolder, environment: Environment, dataset: tuple[str, ...], head: Head, out: Path
+) -> PrepareReport:
+    """Tokenize other text with the run's tokenizer, all of it for validation."""
+    report: dict[str, Any] = {}
+    request = PrepareRequest(
+        model=str(folder.model),
+        dataset=dataset,
+        max_seq_length=head.numerics.max_seq_length,
+        val_size=0.0,
+        validation_only=True,
+        seed=0,
+        out=str(out),
+        random_init=True,
+    )
+
+    def note(event: Mapping[str, Any]) -> None:
+        if event["event"] == "report":
+            report.update(event["report"])
+
+    run_child("packmule.data.prepare", request.model_dump_json(), note, environment.of_child())
+    return PrepareReport.parse(report, "data preparation")
+
+
+def generate(
+    run: Path,
+    environment: Environment,
+    prompt: str,
+    tokens: int = 64,
+    temperature: float = 0.0,
+    top_p: float = 1.0,
+    seed: int = 0,
+    ram_bytes: int | None = None,
+) -> str:
+    """The continuation of a prompt by a commit or snapshot.
+
+    Raises:
+        ConfigError: an empty prompt, or one longer than the model's positions.
+        PackmuleError: see the parts.
+    """
+    from packmule.data.tokenizer import TextTokenizer
+
+    folder = RunFolder.open(run)
+    head = _head(folder)
+    tokenizer = TextTokenizer.from_folder(folder.model)
+    start = [tokenizer.bos] if tokenizer.add_bos and tokenizer.bos is not None else []
+    ids = (*start, *tokenizer.encode([prompt])[0])
+    if not ids:
+        raise ConfigError("`--prompt` is empty.", "give some text to continue")
+    positions = min(len(ids) + tokens, folder.shape().max_positions)
+    if len(ids) >= positions:
+        raise ConfigError(
+            f"The prompt has {len(ids)} tokens; the model has {positions} positions.", "shorten the prompt"
+        )
+    extra = {"temperature": temperature, "top_p": top_p, "seed": seed}
+    result = _run(folder, environment, head, ram_bytes, "generate", folder.data, float(positions), 0, ids, positions, extra)
+    return str(result["text"]["text"])
+
+
+def _run(
+    folder: RunFolder,
+    environment: Environment,
+    head: Head,
+    ram_bytes: int | None,
+    work: str,
+    data: Path,
+    mean_length: float,
+    rows: int,
+    ids: tuple[int, ...],
+    positions: int,
+    extra: Mapping[str, Any],
+) -> dict[str, Any]:
+    """Plan for inference, run the child; its events by name."""
+    hardware = folder.read_hardware()
+    budget = ram_bytes or folder.read_plan().budget_bytes
+    own = max(hardware.parent_baseline_bytes, process_memory().peak + RESERVE)
+    base = own + hardware.child_baseline_bytes
+    if ids:
+        base += TOKENIZER_FACTOR * (folder.model / "tokenizer.json").stat().st_size
+    costs = Costs.of(hardware, DTYPES[head.numerics.precision].compute, hardware.disks[0])
+    plan = inference_plan(
+        folder.shape(), head.numerics, costs, budget, base, head.layout.chunk_bytes, mean_length, rows, positions
+    )
+    request = Request(
+        work=work,  # type: ignore[arg-type]
+        folder=str(folder.path),
+        state=str(folder.state),
+        data=str(data),
+        ram_bytes=budget - own,
+        sample_ids=ids,
+        positions=positions,
+        evaluation_rows=rows,
+        mean_length=mean_length,
+        plan=plan.model_dump(mode="json"),
+        **extra,
+    )
+    events: dict[str, Any] = {}
+    variables = environment.of_child(
+        OMP_NUM_THREADS=str(plan.numerics.threads), TOKENIZERS_PARALLELISM="false"
+    )
+    run_child("packmule.train.child", request.model_dump_json(), lambda e: events.update({e["event"]: e}), variables)
+    return events
+
+
+def export(run: Path, output: Path, environment: Environment, dtype: str = "bfloat16") -> Path:
+    """Write a commit's weights as a Hugging Face folder, verified on the way.
+
+    Raises:
+        ConfigError: an unknown dtype, or the output exists.
+    """
+    folder = RunFolder.open(run)
+    _head(folder)
+    if output.exists():
+        raise ConfigError(f"{output} exists already.", "give a new folder")
+    if dtype not in ("bfloat16", "float32"):
+        raise ConfigError(f"`--dtype` {dtype!r} is not offered.", "use bfloat16 or float32")
+    with StateReader.open(PosixDisk(), folder.state, checksum()) as reader:
+        write_huggingface(
+            output, folder.shape(), folder.model_config(), exporter(reader), dtype, folder.model  # type: ignore[arg-type]
+        )  # fmt: skip
+    return output
+
+
+def verify(run: Path, environment: Environment) -> dict[str, Any]:
+    """Check the state of a run and its snapshots against their checksums.
+
+    Raises:
+        DamagedFile: names block, plane and chunk of the first damage.
+    """
+    folder = RunFolder.open(run)
+    disk, crc = PosixDisk(), checksum()
+    paths = [folder.state]
+    if folder.state.name.split("-")[0] != "checkpoint":
+        paths += snapshots(disk, folder.state, crc)
+    found: dict[str, Any] = {}
+    for path in paths:
+        verdict = verify_state(disk, path, crc)
+        if verdict.damage:
+            more = f" (and {len(verdict.damage) - 1} more)" if len(verdict.damage) > 1 else ""
+            raise DamagedFile(
+                f"{verdict.damage[0]}{more}", "train again with the same command: it goes back to the newest snapshot"
+            )
+        found[path.name] = f"step {verdict.step}, {format_bytes(verdict.checked_bytes)} checked, no damage"
+    return found
+
+
+def info(path: Path, environment: Environment) -> dict[str, Any]:
+    """What a run, snapshot or model is.
+
+    Raises:
+        ConfigError: it is none of them.
+    """
+    from packmule.train.launch import shape_of
+
+    path = path.expanduser()
+    if (path / "config.yaml").exists() or (path / "HEAD.json").exists():
+        return _run_info(RunFolder.open(path))
+    shape = shape_of(path)
+    return {"kind": "model", "parameters": f"{shape.numel:,}", **_shape_info(shape)}
+
+
+def _shape_info(shape: Any) -> dict[str, Any]:
+    return {
+        "layers": shape.layers,
+        "hidden": shape.hidden,
+        "heads": f"{shape.heads} ({shape.kv_heads} key/value)",
+        "feed-forward": shape.ffn,
+        "vocabulary": shape.vocab,
+        "tied": shape.tied,
+        "positions": shape.max_positions,
+    }
+
+
+def _run_info(folder: RunFolder) -> dict[str, Any]:
+    head = read_head(PosixDisk(), folder.state, checksum())
+    found: dict[str, Any] = {"kind": "run", "folder": str(folder.path)}
+    shape = folder.shape()
+    found |= {"parameters": f"{shape.numel:,}", **_shape_info(shape)}
+    if head is not None:
+        numerics = head.numerics
+        found |= {
+            "step": f"{head.step} of {numerics.schedule.total_steps}",
+            "target tokens seen": f"{head.tokens:,}",
+            "precision": numerics.precision,
+            "micro-batches": "+".join(str(n) for n in numerics.micro_rows),
+        }
+    log = read_log(folder.log)
+    losses = [entry for entry in log if "train/loss" in entry]
+    evaluations = [entry for entry in log if "eval/loss" in entry]
+    if losses:
+        found["last loss"] = f"{losses[-1]['train/loss']:.4f} at step {losses[-1]['step']}"
+    if evaluations:
+        found["held-out perplexity"] = ", ".join(
+            f"{entry['eval/perplexity']:.3f} at step {entry['step']}" for entry in evaluations
+        )
+    found["snapshots"] = ", ".join(p.name for p in snapshots(PosixDisk(), folder.state, checksum())) or "none"
+    return found
+
+
+def _head(folder: RunFolder) -> Head:
+    head = folder.head()
+    if head is None:
+        raise ConfigError(f"{folder.state} has no commit yet.", "let `packmule train` get past loading")
+    return head

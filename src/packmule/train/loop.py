@@ -1,0 +1,298 @@
+"""Loop: the life of a training child: load, steps, evaluations, samples, snapshots, export."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from packmule.checkpoint.head import Head, Progress
+from packmule.checkpoint.snapshots import newest, restore, rotate, snapshot
+from packmule.data.batches import Batches
+from packmule.data.prepare import open_data
+from packmule.data.tokenizer import TextTokenizer
+from packmule.engine.engine import Engine, Needs, StepResult
+from packmule.engine.executor import Stopped
+from packmule.errors import DamagedFile
+from packmule.graph.model import PlannedModel
+from packmule.models.weights.export import write_huggingface
+from packmule.models.weights.source import WeightSource
+from packmule.optim.adamw import Update
+from packmule.optim.schedules import learning_rate
+from packmule.spec.batch import Batch
+from packmule.spec.job import job_hash
+from packmule.tiers.disk import PosixDisk, aligned_buffer
+from packmule.train.folder import Log, RunFolder, read_log
+from packmule.train.measured import Measured
+from packmule.train.memory import process_memory
+from packmule.train.messages import Request, Sender
+from packmule.train.setup import costs_of, make_kernels, make_store
+from packmule.train.transfer import exporter, import_weights
+
+PROGRESS_SECONDS = 0.2
+"""Least time between two progress events of one phase."""
+
+
+class Loop:
+    """One training child's work.
+
+    Args:
+        request: what the parent asks for.
+        folder: the run.
+        sender: where events go.
+        signals: asked between tasks; its `check` raises Interrupted.
+    """
+
+    def __init__(self, request: Request, folder: RunFolder, sender: Sender, signals: Any) -> None:
+        self.request = request
+        self.folder = folder
+        self.sender = sender
+        self.signals = signals
+        self.job = folder.job()
+        self.plan = folder.read_plan()
+        self.shape = folder.shape()
+        self.disk = PosixDisk()
+        self.kernels = make_kernels(self.plan)
+        self.store = make_store(self.disk, folder, self.shape, self.plan, self.kernels)
+        data = open_data(folder.data)
+        self.rows = Batches(data.store, data.train, self.plan.numerics.seed)
+        self.validation = None if data.validation is None else Batches(data.store, data.validation, 0)
+        self.tokenizer = TextTokenizer.from_folder(folder.model) if request.sample_ids else None
+        self.tokens = 0
+        self.step = 0
+        self.measured = Measured()
+        self._sent = 0.0
+
+    # Before step 1
+
+    def prepare(self) -> None:
+        """Import or find the state; make the engine."""
+        head = self._head()
+        needs = Needs(self.request.mean_length, self.request.evaluation_rows, self.request.positions)
+        if head is None:
+            self._import()
+        costs = costs_of(self.folder.read_hardware(), self.plan)
+        self.engine = Engine(
+            PlannedModel(self.shape, self.plan), self.kernels, self.store, self.disk, self.folder.state, costs, needs
+        )
+
+    def _head(self) -> Head | None:
+        try:
+            head = self.store.load()
+        except DamagedFile as damage:
+            head = self._restore(damage)
+        if head is not None:
+            self.step, self.tokens = head.step, head.tokens
+        return head
+
+    def _restore(self, damage: DamagedFile) -> Head:
+        """Go back to the newest snapshot; the error if there is none."""
+        found = newest(self.disk, self.folder.state, self.kernels.crc32c)
+        if found is None:
+            raise damage
+        self.sender.send("note", text=f"{damage.cause} Going back to {found.name}.")
+        self.store.close()
+        self.store = make_store(self.disk, self.folder, self.shape, self.plan, self.kernels)
+        head = restore(self.store, found, aligned_buffer(64 << 20), self._report("restore"))
+        self.step, self.tokens = head.step, head.tokens
+        return head
+
+    def _import(self) -> None:
+        self.sender.send("phase", name="load")
+        report = self._report("load")
+        self.store.create_files()
+        with WeightSource.open(self.folder.model) as source:
+            import_weights(self.store, self.shape, source, self._progress(0), report)
+
+    def _report(self, phase: str) -> Callable[[int, int], None]:
+        """Tell the parent how far a phase is, now and then; stop if a signal came."""
+
+        def report(done: int, total: int) -> None:
+            self.signals.check()
+            now = time.monotonic()
+            if now - self._sent > PROGRESS_SECONDS or done == total:
+                self._sent = now
+                self.sender.send("progress", phase=phase, done=done, total=total, **self._memory())
+
+        return report
+
+    def _memory(self) -> dict[str, int]:
+        memory = process_memory()
+        return {"resident_bytes": memory.resident, "peak_bytes": memory.peak}
+
+    def _progress(self, step: int) -> Progress:
+        return Progress(
+            step=step,
+            cursor=step * self.plan.numerics.rows,
+            tokens=self.tokens,
+            numerics=self.plan.numerics,
+            job_hash=job_hash(self.job),
+            model=self.folder.model_config(),
+        )
+
+    # The run
+
+    def run(self) -> None:
+        """From the last commit to the end, or until a signal."""
+        try:
+            self._run()
+        except Stopped:
+            raise self.signals.error() from None
+        finally:
+            self.engine.close()
+
+    def _run(self) -> None:
+        self.sender.send("phase", name="resume" if self.step else "load")
+        try:
+            self.engine.load(self.signals)
+        except DamagedFile as damage:
+            self._restore(damage)
+            self.engine.runtime.store = self.store
+            self.engine.load(self.signals)
+        total = self.request.total_steps
+        evaluated = {entry["step"] for entry in read_log(self.folder.log) if "eval/loss" in entry}
+        self.log = Log(self.folder.log, self.step)
+        self.sender.send("start", step=self.step, total=total, **self._memory())
+        if self.step == 0 and 0 not in evaluated:
+            self._look()
+        while self.step < total:
+            self._train_step(total)
+            every = self.job.train.eval_steps
+            if every and self.step % every == 0 and self.step < total:
+                self._look()
+            save = self.plan.checkpoint.snapshot_steps
+            if save and self.step % save == 0:
+                self._snapshot()
+        self.engine.settle(self._progress(self.step), self.signals)
+        if total not in evaluated or total == 0:
+            self._look()
+        self._export()
+        self.sender.send("done", step=self.step, measured=self.measured.summary(), **self._memory())
+
+    def _train_step(self, total: int) -> None:
+        numerics, step = self.plan.numerics, self.step
+        self.sender.send("phase", name="step")
+        began = time.monotonic()
+        ids = self.rows.row_ids(step, numerics.rows)
+        batches, start = [], 0
+        for count in numerics.micro_rows:
+            batches.append(self.rows.micro_batch(ids[start : start + count]))
+            start += count
+        targets = self.rows.targets(ids)
+        rate = learning_rate(numerics.schedule, step)
+        self.tokens += targets
+        commit = (step + 1) % self.plan.checkpoint.commit_steps == 0 or step + 1 == total
+        try:
+            result = self.engine.step(
+                batches, targets, Update(step + 1, rate), self._progress(step + 1), commit, stopping=self._stop_now
+            )
+        except Stopped:
+            self.tokens -= targets
+            # Nothing of this step has touched the state: what came before it can be kept.
+            if self.engine.clean:
+                self.engine.settle(self._progress(step))
+            raise
+        self.step = step + 1
+        seconds = time.monotonic() - began
+        self.measured.add(result, seconds)
+        self._log_step(result, rate, ids, seconds, sum(batch.tokens for batch in batches))
+        if self.signals():
+            self.engine.settle(self._progress(self.step))
+            raise self.signals.error()
+
+    def _stop_now(self) -> bool:
+        """A step is left at once where that loses no more than this step; else it is finished."""
+        if not self.signals():
+            return False
+        every_step = self.plan.placement.state == "disk" and self.plan.checkpoint.commit_steps == 1
+        return every_step or self.engine.clean
+
+    def _log_step(
+        self, result: StepResult, rate: float, ids: tuple[int, ...], seconds: float, tokens: int
+    ) -> None:
+        entry = {
+            "step": self.step,
+            "train/loss": result.loss,
+            "train/learning_rate": rate,
+            "train/grad_norm": result.grad_norm,
+            "tokens": self.tokens,
+            "seconds": round(seconds, 4),
+            "rows": list(ids),
+        }
+        if self.step % self.job.logging.logging_steps == 0 or self.step == 1:
+            self.log.write(entry)
+        self.sender.send(
+            "step",
+            step=self.step,
+            loss=result.loss,
+            learning_rate=rate,
+            grad_norm=result.grad_norm,
+            seconds=seconds,
+            tokens=tokens,
+            **self._memory(),
+        )
+
+    def _look(self) -> None:
+        """Evaluate and sample, with nothing pending."""
+        self.engine.settle(self._progress(self.step), self.signals)
+        if self.validation is not None and self.request.evaluation_rows:
+            self.sender.send("phase", name="evaluation")
+            began = time.monotonic()
+            total, count = self.engine.evaluate(self._validation_batches(), self.signals)
+            loss = total / max(1, count)
+            entry = {"step": self.step, "eval/loss": loss, "eval/perplexity": _perplexity(loss)}
+            self.log.write({**entry, "eval/targets": count})
+            self.sender.send(
+                "evaluation",
+                step=self.step,
+                loss=loss,
+                perplexity=_perplexity(loss),
+                seconds=time.monotonic() - began,
+                **self._memory(),
+            )
+        if self.tokenizer is not None:
+            self.sender.send("phase", name="sample")
+            stop = frozenset((self.tokenizer.eos,))
+            ids = list(self.engine.generate(self.request.sample_ids, stop, stopping=self.signals))
+            text = self.tokenizer.decode(ids)
+            self.log.write({"step": self.step, "sample": text})
+            self.sender.send("sample", step=self.step, text=text, **self._memory())
+
+    def _validation_batches(self) -> Iterator[list[Batch]]:
+        assert self.validation is not None
+        done, total = 0, self.request.evaluation_rows
+        report = self._report("evaluation")
+        for group in self.engine.evaluation_groups:
+            batches = []
+            for rows in group:
+                batches.append(self.validation.micro_batch(tuple(range(done, done + rows))))
+                done += rows
+            report(done, total)
+            yield batches
+
+    def _snapshot(self) -> None:
+        self.sender.send("phase", name="snapshot")
+        self.engine.settle(self._progress(self.step), self.signals)
+        path = snapshot(self.store, aligned_buffer(self.store.layout.chunk_bytes), self._report("snapshot"))
+        rotate(self.disk, self.folder.state, self.plan.checkpoint.snapshots_kept, self.kernels.crc32c)
+        self.sender.send("snapshot", step=self.step, path=str(path))
+
+    def _export(self) -> None:
+        self.sender.send("phase", name="export")
+        with self.store.reader() as reader:
+            write_huggingface(
+                self.folder.final,
+                self.shape,
+                self.folder.model_config(),
+                exporter(reader, self.signals.check),
+                "float32" if self.plan.numerics.precision != "bf16-mixed" else "bfloat16",
+                self.folder.model,
+            )
+        self.sender.send("export", path=str(self.folder.final), **self._memory())
+
+
+def _perplexity(loss: float) -> float:
+    return math.exp(min(loss, 700.0))
+
+

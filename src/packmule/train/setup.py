@@ -1,0 +1,38 @@
+"""Making a child's engine from a run folder: kernels, store or reader, plan. Shared by all work."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from packmule.checkpoint.layout import StateLayout
+from packmule.checkpoint.store import StateStore
+from packmule.graph.costs import Costs
+from packmule.graph.model import PLANES
+from packmule.kernels import load
+from packmule.kernels.contract import Kernels
+from packmule.shapes.bodies import DTYPES
+from packmule.shapes.model import ModelShape
+from packmule.spec.hardware import Hardware
+from packmule.spec.plan import Plan
+from packmule.tiers.disk import Disk
+from packmule.train.folder import RunFolder
+
+
+def make_kernels(plan: Plan) -> Kernels:
+    """The kernels and torch threads that a plan's numerics name."""
+    torch.set_num_threads(plan.numerics.threads)
+    return load(plan.numerics.threads, None if plan.numerics.kernels == "native" else "torch")
+
+
+def make_store(disk: Disk, folder: RunFolder, shape: ModelShape, plan: Plan, kernels: Kernels) -> StateStore:
+    """The run's store, neither created nor loaded."""
+    dtype: Any = DTYPES[plan.numerics.precision].master
+    layout = StateLayout.of(shape.blocks(), PLANES, dtype, plan.io.chunk_bytes)
+    return StateStore(disk, folder.state, layout, kernels.crc32c)
+
+
+def costs_of(hardware: Hardware, plan: Plan) -> Costs:
+    """The rates that a plan's predictions use."""
+    return Costs.of(hardware, DTYPES[plan.numerics.precision].compute, hardware.disks[0])

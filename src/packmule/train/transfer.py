@@ -1,0 +1,104 @@
+"""Weights into a run's slots, and out of them: import, export. Numpy only, one chunk at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+
+from packmule.checkpoint.head import Progress
+from packmule.checkpoint.reader import StateReader
+from packmule.checkpoint.store import StateStore
+from packmule.models.weights.source import WeightSource
+from packmule.shapes.layout import ITEMSIZE
+from packmule.shapes.model import Block, ModelShape, Parameter
+from packmule.tiers.disk import aligned_buffer
+
+Report = Callable[[int, int], None]
+
+_NUMPY = {"float32": np.float32, "float64": np.float64}
+
+
+def import_weights(
+    store: StateStore, shape: ModelShape, source: WeightSource, progress: Progress, report: Report
+) -> None:
+    """Fill every block's slot 0: masters from the source, moments zero; commit step 0.
+
+    Args:
+        store: new, its files created.
+        report: called with (bytes done, bytes in all); may raise to stop.
+    """
+    source.check(shape)
+    total, done = sum(3 * store.layout.blocks[b.index].plane_bytes for b in shape.blocks()), 0
+    for block in shape.blocks():
+        store.begin(block.index)
+        pieces = store.layout.pieces(block.index)
+        for index, data in enumerate(_master_chunks(store, block, source)):
+            store.write(block.index, index, data)
+            done += len(data)
+            report(done, total)
+        zeros = aligned_buffer(store.layout.chunk_bytes)
+        zeros[:] = bytes(len(zeros))
+        for index, chunk in enumerate(store.layout.chunks(block.index)):
+            if index >= pieces:
+                store.write(block.index, index, zeros)
+                done += chunk.bytes
+                report(done, total)
+        store.end(block.index)
+    store.commit(progress)
+
+
+def _master_chunks(store: StateStore, block: Block, source: WeightSource) -> Iterator[memoryview]:
+    """The master plane of a block in the store's chunks; what lies between tensors is zero."""
+    layout = store.layout
+    tensors = layout.blocks[block.index].tensors
+    dtype = _NUMPY[layout.dtype]
+    item = ITEMSIZE[layout.dtype]
+    room = aligned_buffer(layout.chunk_bytes)
+    view = np.frombuffer(room, np.uint8)
+    view[:] = 0
+    low = 0  # first byte of the chunk in `room`
+    for parameter, entry in zip(block.parameters, tensors.entries, strict=True):
+        for first, values in source.chunks(block, parameter, layout.chunk_bytes):
+            raw = np.ascontiguousarray(values, dtype).view(np.uint8)
+            at, begin = entry.offset + first * item, 0
+            while begin < len(raw):
+                while at >= low + layout.chunk_bytes:
+                    yield room
+                    view[:] = 0
+                    low += layout.chunk_bytes
+                count = min(len(raw) - begin, low + layout.chunk_bytes - at)
+                view[at - low : at - low + count] = raw[begin : begin + count]
+                at, begin = at + count, begin + count
+    while low < tensors.bytes:
+        yield room[: min(layout.chunk_bytes, tensors.bytes - low)]
+        view[:] = 0
+        low += layout.chunk_bytes
+
+
+def exporter(
+    reader: StateReader, check: Callable[[], None] = lambda: None
+) -> Callable[[Block, Parameter], Iterator[np.ndarray]]:
+    """The `tensors` argument of models.weights.export: masters of a commit, chunk by chunk.
+
+    Args:
+        check: called for each chunk; may raise to stop.
+    """
+    dtype = _NUMPY[reader.layout.dtype]
+
+    def tensors(block: Block, parameter: Parameter) -> Iterator[np.ndarray]:
+        layout = reader.layout
+        entry = layout.blocks[block.index].tensors[parameter.name]
+        room = aligned_buffer(layout.chunk_bytes)
+        stop = entry.offset + entry.bytes
+        for index in range(entry.offset // layout.chunk_bytes, -(-stop // layout.chunk_bytes)):
+            check()
+            reader.read(block.index, index, room)
+            low = index * layout.chunk_bytes
+            piece = room[max(0, entry.offset - low) : min(layout.chunk_bytes, stop - low)]
+            yield np.frombuffer(piece, dtype)
+
+    return tensors
+
+
