@@ -71,6 +71,37 @@ int cross_entropy(Pool* pool, int64_t chunk, int64_t vocab, C* logits, const int
   return 0;
 }
 
+// Row of scores to probabilities; returns the normalizer. A row of one block keeps its
+// exponentials on the stack; a longer one computes them twice. The bits are the same.
+template <class C, class S = typename Wide<C>::type>
+PM_INLINE Normalizer<S> softmax_row(C* row, int64_t n, S scale) {
+  if (n > kBlock) {
+    const Normalizer<S> z = normalizer(row, n, scale);
+    const S inverse = S(1) / z.sum;
+    each(0, n, [&](int64_t i, auto lanes) {
+      store(row + i, exponential<true>(load(row + i, lanes) * scale - z.shift) * inverse, lanes);
+    });
+    return z;
+  }
+  const S lowest = -S(INFINITY);
+  S powers[kBlock];
+  V<S> high = splat(lowest), total = splat(S(0));
+  each(0, n, [&](int64_t i, auto lanes) {
+    high = larger(padded(load(row + i, lanes) * scale, lanes, lowest), high);
+  });
+  const S top = largest(high);
+  const S shift = top == lowest ? S(0) : top;
+  each(0, n, [&](int64_t i, auto lanes) {
+    const V<S> power = exponential<true>(padded(load(row + i, lanes) * scale, lanes, lowest) - shift);
+    total = total + power;
+    store(powers + i, power, lanes);
+  });
+  const Normalizer<S> z = {shift, sum(total)};
+  const S inverse = S(1) / z.sum;
+  each(0, n, [&](int64_t i, auto lanes) { store(row + i, load(powers + i, lanes) * inverse, lanes); });
+  return z;
+}
+
 template <class C>
 void causal_softmax(Pool* pool, int64_t batch, int64_t n, int64_t m, C* scores, int64_t offset, double scale,
                     typename Wide<C>::type* lse) {
@@ -80,12 +111,8 @@ void causal_softmax(Pool* pool, int64_t batch, int64_t n, int64_t m, C* scores, 
       C* row = scores + line * m;
       const int64_t last = line % n + offset + 1;
       const int64_t seen = last < m ? last : m;
-      const Normalizer<S> z = normalizer(row, seen, S(scale));
+      const Normalizer<S> z = softmax_row(row, seen, S(scale));
       lse[line] = logarithm(z.sum) + z.shift;
-      const S inverse = S(1) / z.sum;
-      each(0, seen, [&](int64_t i, auto lanes) {
-        store(row + i, exponential<true>(load(row + i, lanes) * S(scale) - z.shift) * inverse, lanes);
-      });
       memset(row + seen, 0, (m - seen) * sizeof(C));
     }
   });
