@@ -1,23 +1,27 @@
-"""Small runs for exactness tests: a planned model on a real folder, and the same run as a plain loop."""
+"""Small runs: a planned model on a disk through the engine, and the same run as a plain loop."""
 
 from __future__ import annotations
 
 import math
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import torch
+from tests.parity.plain import PlainModel, plain_step
+
 from packmule.checkpoint.head import Progress
 from packmule.checkpoint.layout import StateLayout
 from packmule.checkpoint.store import StateStore
 from packmule.engine.engine import Engine, Needs
+from packmule.engine.program import Program
 from packmule.graph.costs import Costs
 from packmule.graph.model import PLANES, PlannedModel
+from packmule.graph.step import StepGraph
 from packmule.kernels.contract import Kernels
 from packmule.models.llama import TokenBatch
-from packmule.models.views import TORCH_DTYPES
 from packmule.optim.adamw import AdamW, Update
 from packmule.optim.schedules import learning_rate
 from packmule.shapes.bodies import DTYPES
@@ -32,10 +36,16 @@ from packmule.spec.plan import (
     Plan,
     ScheduleNumerics,
 )
-from packmule.tiers.disk import Disk, PosixDisk
-from tests.parity.plain import PlainModel, plain_step
+from packmule.spec.timeline import Timeline
+from packmule.tiers.disk import Disk, PosixDisk, aligned_buffer
 
 COSTS = Costs(1e11, 4e10, 1e10, 1e9, 1e9, 1e-4, 1e-5)
+
+Trace = list[tuple[float, float]]
+"""(loss, gradient norm) per step."""
+
+Image = list[bytes]
+"""Every plane of every block."""
 
 
 def tiny_shape(tied: bool, layers: int = 2) -> ModelShape:
@@ -65,8 +75,9 @@ def make_plan(
     return Plan(
         budget_bytes=1 << 30,
         numerics=Numerics(
-            precision=precision, micro_rows=micro_rows, max_seq_length=length, loss_chunk=loss_chunk, clip=clip,
-            optimizer=OptimizerNumerics(), seed=0, threads=2, kernels="native", torch=torch.__version__,
+            precision=precision, micro_rows=micro_rows, max_seq_length=length, loss_chunk=loss_chunk,
+            clip=clip, optimizer=OptimizerNumerics(), seed=0, threads=1, kernels="native",
+            torch=torch.__version__,
             schedule=ScheduleNumerics(kind="cosine", learning_rate=1e-2, warmup_steps=2, total_steps=steps),
             cpu_features=(),
         ),
@@ -77,7 +88,10 @@ def make_plan(
     )  # fmt: skip
 
 
-def make_rows(rng: random.Random, vocab: int, length: int) -> list[list[int]]:
+# Data
+
+
+def make_row(rng: random.Random, vocab: int, length: int) -> list[list[int]]:
     """One row: documents of random lengths that fill at most `length` tokens."""
     row, left = [], rng.randint(length // 2, length)
     while left > 0:
@@ -102,27 +116,41 @@ def make_batch(rows: Sequence[list[list[int]]]) -> Batch:
 class Data:
     """The same rows for every step of a seed, however they are cut."""
 
-    def __init__(self, seed: int, plan: Plan, vocab: int) -> None:
-        self.seed, self.numerics, self.vocab = seed, plan.numerics, vocab
+    def __init__(self, seed: int, vocab: int) -> None:
+        self.seed, self.vocab = seed, vocab
 
-    def batches(self, step: int) -> list[Batch]:
+    def rows(self, step: int, count: int, length: int) -> list[list[list[int]]]:
+        """The global batch of one step."""
         rng = random.Random(f"{self.seed} {step}")
-        rows = [make_rows(rng, self.vocab, self.numerics.max_seq_length) for _ in range(self.numerics.rows)]
+        return [make_row(rng, self.vocab, length) for _ in range(count)]
+
+    def batches(self, step: int, numerics: Numerics) -> list[Batch]:
+        """One per micro-batch."""
+        rows = self.rows(step, numerics.rows, numerics.max_seq_length)
         found, start = [], 0
-        for count in self.numerics.micro_rows:
+        for count in numerics.micro_rows:
             found.append(make_batch(rows[start : start + count]))
             start += count
         return found
 
-    @staticmethod
-    def targets(batches: Sequence[Batch]) -> int:
-        return sum(int((batch.targets != IGNORED).sum()) for batch in batches)
+
+def count_targets(batches: Sequence[Batch]) -> int:
+    """Targets that carry loss."""
+    return sum(int((batch.targets != IGNORED).sum()) for batch in batches)
+
+
+# State on disk
 
 
 def progress(plan: Plan, step: int) -> Progress:
     """What a commit after `step` steps records."""
     return Progress(
-        step=step, cursor=step * plan.numerics.rows, tokens=0, numerics=plan.numerics, job_hash="test", model={}
+        step=step,
+        cursor=step * plan.numerics.rows,
+        tokens=0,
+        numerics=plan.numerics,
+        job_hash="test",
+        model={},
     )
 
 
@@ -133,34 +161,61 @@ def open_store(folder: Path, shape: ModelShape, plan: Plan, kernels: Kernels, di
     return StateStore(disk, folder, layout, kernels.crc32c)
 
 
-def start_run(folder: Path, model: PlainModel, plan: Plan, kernels: Kernels, disk: Disk | None = None) -> None:
+def start_run(
+    folder: Path, model: PlainModel, plan: Plan, kernels: Kernels, disk: Disk | None = None
+) -> None:
     """Write a plain model's parameters as step 0 of a run."""
     store = open_store(folder, model.shape, plan, kernels, disk or PosixDisk())
     store.create_files()
-    for block in model.blocks:
-        store.begin(block.index)
-        place = block.layout(model.types.master)
-        plane = bytearray(place.bytes)
-        for entry in place.entries:
-            value = model.params[block.index][entry.name].contiguous().view(torch.uint8).flatten()
-            plane[entry.offset : entry.offset + entry.bytes] = value.numpy().tobytes()
-        pieces = store.layout.pieces(block.index)
-        from packmule.tiers.disk import aligned_buffer
-
-        buffer = aligned_buffer(plan.io.chunk_bytes)
-        for index, chunk in enumerate(store.layout.chunks(block.index)):
-            data = bytes(plane[chunk.start : chunk.start + chunk.bytes]) if index < pieces else bytes(chunk.bytes)
-            buffer[: chunk.bytes] = data
-            store.write(block.index, index, buffer[: chunk.bytes])
-        store.end(block.index)
+    buffer = aligned_buffer(plan.io.chunk_bytes)
+    for block, image in enumerate(image_of(model)):
+        store.begin(block)
+        at = 0
+        for index, chunk in enumerate(store.layout.chunks(block)):
+            buffer[: chunk.bytes] = image[at : at + chunk.bytes]
+            store.write(block, index, buffer[: chunk.bytes])
+            at += chunk.bytes
+        store.end(block)
     store.commit(progress(plan, 0))
     store.close()
 
 
+def state_bytes(
+    folder: Path, shape: ModelShape, plan: Plan, kernels: Kernels, disk: Disk | None = None
+) -> tuple[int, Image]:
+    """(step, state) of the last commit, verified."""
+    store = open_store(folder, shape, plan, kernels, disk or PosixDisk())
+    head = store.load()
+    assert head is not None
+    found = []
+    buffer = aligned_buffer(store.layout.chunk_bytes)
+    for block in shape.blocks():
+        planes = bytearray()
+        for index, chunk in enumerate(store.layout.chunks(block.index)):
+            store.read(block.index, index, buffer)
+            planes += buffer[: chunk.bytes]
+        found.append(bytes(planes))
+    store.close()
+    return head.step, found
+
+
+# The engine
+
+
 def open_engine(
-    folder: Path, shape: ModelShape, plan: Plan, kernels: Kernels, disk: Disk | None = None, needs: Needs | None = None
+    folder: Path,
+    shape: ModelShape,
+    plan: Plan,
+    kernels: Kernels,
+    disk: Disk | None = None,
+    needs: Needs | None = None,
+    prepare: Callable[[Engine], None] | None = None,
 ) -> tuple[Engine, int]:
-    """Engine loaded from the last commit, and that commit's step."""
+    """Engine loaded from the last commit, and that commit's step.
+
+    Args:
+        prepare: called before the load.
+    """
     disk = disk or PosixDisk()
     store = open_store(folder, shape, plan, kernels, disk)
     head = store.load()
@@ -168,60 +223,78 @@ def open_engine(
     engine = Engine(
         PlannedModel(shape, plan), kernels, store, disk, folder, COSTS, needs or Needs(), poison=True
     )
+    if prepare:
+        prepare(engine)
     engine.load()
     return engine, head.step
 
 
-def run_steps(engine: Engine, data: Data, first: int, last: int, commit_steps: int = 1) -> list[tuple[float, float]]:
-    """(loss, gradient norm) of steps first..last-1; settled at the end."""
+def step_engine(engine: Engine, data: Data, step: int) -> tuple[float, float]:
+    """Run step number `step` (0 for the first), committing as the plan says; its trace."""
     plan = engine.model.plan
-    trace = []
-    for step in range(first, last):
-        batches = data.batches(step)
-        update = Update(step + 1, learning_rate(plan.numerics.schedule, step))
-        result = engine.step(
-            batches, data.targets(batches), update, progress(plan, step + 1), commit=(step + 1) % commit_steps == 0
-        )
-        trace.append((result.loss, result.grad_norm))
-    engine.settle(progress(plan, last))
+    batches = data.batches(step, plan.numerics)
+    update = Update(step + 1, learning_rate(plan.numerics.schedule, step))
+    commit = (step + 1) % plan.checkpoint.commit_steps == 0
+    result = engine.step(batches, count_targets(batches), update, progress(plan, step + 1), commit)
+    return result.loss, result.grad_norm
+
+
+def run_steps(engine: Engine, data: Data, first: int, last: int) -> Trace:
+    """The trace of steps first..last-1; settled at the end."""
+    trace = [step_engine(engine, data, step) for step in range(first, last)]
+    engine.settle(progress(engine.model.plan, last))
     return trace
 
 
-def state_bytes(folder: Path, shape: ModelShape, plan: Plan, kernels: Kernels, disk: Disk | None = None) -> tuple[int, list[bytes]]:
-    """(step, every plane of every block) of the last commit, verified."""
-    from packmule.tiers.disk import aligned_buffer
-
-    store = open_store(folder, shape, plan, kernels, disk or PosixDisk())
-    head = store.load()
-    assert head is not None
-    found = []
-    for block in shape.blocks():
-        planes = bytearray()
-        for index, chunk in enumerate(store.layout.chunks(block.index)):
-            buffer = aligned_buffer(chunk.bytes)
-            store.read(block.index, index, buffer)
-            planes += bytes(buffer)
-        found.append(bytes(planes))
-    store.close()
-    return head.step, found
+def watch(engine: Engine, run: Callable[[str, Program, dict], Timeline]) -> None:
+    """Have every execution of a program go through `run(name, program, arguments)`."""
+    for name, program in engine.programs.items():
+        engine.programs[name] = _Watched(name, program, run)  # type: ignore[assignment]
 
 
-def plain_run(model: PlainModel, plan: Plan, data: Data, steps: int, kernels: Kernels) -> tuple[list[tuple[float, float]], list[bytes]]:
-    """The same run as a plain loop: every tensor resident, one after the other."""
-    numerics, types = plan.numerics, model.types
+class _Watched:
+    """A program whose executions are seen."""
+
+    def __init__(self, name: str, program: Program, run: Callable[[str, Program, dict], Timeline]) -> None:
+        self._name, self._program, self._run = name, program, run
+
+    @property
+    def graph(self) -> StepGraph:
+        return self._program.graph
+
+    def run(self, **arguments: object) -> Timeline:
+        return self._run(self._name, self._program, arguments)
+
+
+# The plain loop
+
+
+@dataclass(frozen=True)
+class PlainRun:
+    """A run as a plain loop.
+
+    Attributes:
+        trace: of each step.
+        images: the state after 0, 1, ... steps.
+        moments: per block, parameter name -> (m, v), at the end.
+    """
+
+    trace: Trace
+    images: list[Image]
+    moments: list[dict[str, tuple[torch.Tensor, torch.Tensor]]]
+
+
+def plain_run(model: PlainModel, numerics: Numerics, data: Data, steps: int, kernels: Kernels) -> PlainRun:
+    """Every tensor resident, one task after the other. Changes `model.params`."""
     rule = AdamW(numerics.optimizer)
     moments = [
         {name: (torch.zeros_like(value), torch.zeros_like(value)) for name, value in named.items()}
         for named in model.params
     ]
-    trace = []
+    trace, images = [], [image_of(model)]
     for step in range(steps):
-        batches = data.batches(step)
-        capacity = None
-        loss, grads = plain_step(
-            model, [TokenBatch.from_batch(batch) for batch in batches],
-            chunk=numerics.loss_chunk, capacity=capacity or max(numerics.micro_tokens),
-        )  # fmt: skip
+        batches = [TokenBatch.from_batch(batch) for batch in data.batches(step, numerics)]
+        loss, grads = plain_step(model, batches, numerics.loss_chunk, capacity=max(numerics.micro_tokens))
         square = 0.0
         for block, named in zip(model.blocks, grads, strict=True):
             for p in block.parameters:
@@ -234,17 +307,80 @@ def plain_run(model: PlainModel, plan: Plan, data: Data, steps: int, kernels: Ke
                 planes = [named[p.name].view(-1), *(m.view(-1) for m in states[p.name])]
                 rule.apply(kernels, update, p.role, planes, gradient[p.name].view(-1), None)
         trace.append((loss, total))
+        images.append(image_of(model, moments))
+    return PlainRun(trace, images, moments)
+
+
+def image_of(
+    model: PlainModel, moments: list[dict[str, tuple[torch.Tensor, torch.Tensor]]] | None = None
+) -> Image:
+    """What state.bin should hold; moments are zero when left out."""
     images = []
-    for block, named, states in zip(model.blocks, model.params, moments, strict=True):
-        place = block.layout(types.master)
+    for block, named in zip(model.blocks, model.params, strict=True):
+        place = block.layout(model.types.master)
         image = bytearray(3 * place.bytes)
         for entry in place.entries:
-            values = (named[entry.name], *states[entry.name])
+            values = (named[entry.name], *(moments[block.index][entry.name] if moments else ()))
             for number, value in enumerate(values):
                 low = number * place.bytes + entry.offset
-                data_bytes = value.contiguous().view(torch.uint8).flatten().numpy().tobytes()
-                image[low : low + entry.bytes] = data_bytes
+                image[low : low + entry.bytes] = (
+                    value.contiguous().view(torch.uint8).flatten().numpy().tobytes()
+                )
         images.append(bytes(image))
-    return trace, images
+    return images
 
 
+@dataclass(frozen=True)
+class Case:
+    """One run and what it must come to."""
+
+    shape: ModelShape
+    plan: Plan
+    data: Data
+    model_seed: int
+    expected: PlainRun
+
+    @property
+    def steps(self) -> int:
+        """How many the plain loop ran."""
+        return len(self.expected.trace)
+
+    def model(self, kernels: Kernels) -> PlainModel:
+        """As it is before the first step."""
+        numerics = self.plan.numerics
+        return PlainModel(
+            self.shape, numerics.precision, self.model_seed, kernels, positions=numerics.max_seq_length
+        )
+
+    def start(self, folder: Path, kernels: Kernels, disk: Disk | None = None) -> None:
+        """Write step 0."""
+        start_run(folder, self.model(kernels), self.plan, kernels, disk)
+
+    def open(
+        self,
+        folder: Path,
+        kernels: Kernels,
+        disk: Disk | None = None,
+        prepare: Callable[[Engine], None] | None = None,
+    ) -> tuple[Engine, int]:
+        """As `open_engine`."""
+        return open_engine(folder, self.shape, self.plan, kernels, disk, prepare=prepare)
+
+    def state(self, folder: Path, kernels: Kernels, disk: Disk | None = None) -> tuple[int, Image]:
+        """As `state_bytes`."""
+        return state_bytes(folder, self.shape, self.plan, kernels, disk)
+
+
+def make_case(shape: ModelShape, plan: Plan, steps: int, seed: int, kernels: Kernels) -> Case:
+    """Run the plain loop for a plan's numerics, with data and parameters from one seed."""
+    data = Data(seed, shape.vocab)
+    model = PlainModel(shape, plan.numerics.precision, seed, kernels, positions=plan.numerics.max_seq_length)
+    return Case(shape, plan, data, seed, plain_run(model, plan.numerics, data, steps, kernels))
+
+
+def finish(case: Case, folder: Path, kernels: Kernels, disk: Disk | None = None) -> tuple[int, Trace]:
+    """Resume a run and carry it to its end: (step it resumed from, its trace from there)."""
+    engine, step = case.open(folder, kernels, disk)
+    trace = run_steps(engine, case.data, step, case.steps)
+    engine.close()
+    return step, trace
