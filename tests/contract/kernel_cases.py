@@ -1,0 +1,428 @@
+"""The table of test_kernels: per method its inputs, its call and its formula in float64.
+
+Inputs are random; outputs start as 0xFF bytes, as the engine hands memory out in test mode, so
+a kernel that reads what it should only write gives NaN.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+Tensors = dict[str, torch.Tensor]
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float64)
+
+
+def wide(dtype: torch.dtype) -> torch.dtype:
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def normal(rng: torch.Generator, *shape: int, dtype: torch.dtype, scale: float = 1.0) -> torch.Tensor:
+    return (torch.randn(shape, generator=rng, dtype=torch.float64) * scale).to(dtype)
+
+
+def unset(*shape: int, dtype: torch.dtype) -> torch.Tensor:
+    """Memory as the engine hands it out in test mode: every byte 0xFF, which is NaN."""
+    return torch.full(shape, -1, dtype=torch.int8).repeat_interleave(dtype.itemsize, -1).view(dtype)
+
+
+def integers(
+    rng: torch.Generator, low: int, high: int, n: int, dtype: torch.dtype = torch.int64
+) -> torch.Tensor:
+    return torch.randint(low, high, (n,), generator=rng).to(dtype)
+
+
+@dataclass(frozen=True)
+class Case:
+    """One method: inputs and unset outputs by name, the call, and its formula in float64."""
+
+    name: str
+    sizes: tuple[tuple[int, ...], ...]
+    make: Callable[[torch.Generator, torch.dtype, tuple[int, ...]], Tensors]
+    call: Callable[[Any, Tensors], None]
+    formula: Callable[[Tensors], Tensors]
+    terms: float = 0.0
+    """Size of the terms an output is the difference of, where they may cancel."""
+
+    def run(self, kernels: Any, tensors: Tensors) -> Tensors:
+        """The whole state after the call, so that writes beyond the outputs are seen."""
+        copies = {name: tensor.clone() for name, tensor in tensors.items()}
+        self.call(kernels, copies)
+        return copies
+
+
+FLAT = ((1,), (7,), (17,), (1000,), (65537,))
+MATRIX = ((1, 1), (3, 7), (17, 17), (5, 1000), (600, 65), (1, 65537))
+EPS = 1e-5
+
+
+def make_rmsnorm(rng, dtype, size):
+    n, h = size
+    return {
+        "x": normal(rng, n, h, dtype=dtype, scale=3),
+        "weight": normal(rng, h, dtype=dtype),
+        "out": unset(n, h, dtype=dtype),
+        "rstd": unset(n, dtype=wide(dtype)),
+    }
+
+
+def formula_rmsnorm(t):
+    rstd = 1 / torch.sqrt(t["x"].square().mean(1) + EPS)
+    return {"rstd": rstd, "out": t["x"] * rstd[:, None] * t["weight"]}
+
+
+def make_rmsnorm_backward(residual: bool, first: bool):
+    def make(rng, dtype, size):
+        n, h = size
+        t = {name: normal(rng, n, h, dtype=dtype) for name in ("dy", "x")}
+        t["weight"] = normal(rng, h, dtype=dtype)
+        t["rstd"] = (1 / torch.sqrt(t["x"].double().square().mean(1) + EPS)).to(wide(dtype))
+        t["dx"] = unset(n, h, dtype=dtype)
+        t["dweight"] = unset(h, dtype=wide(dtype)) if first else normal(rng, h, dtype=wide(dtype))
+        if residual:
+            t["residual"] = normal(rng, n, h, dtype=dtype)
+        return t
+
+    return make
+
+
+def call_rmsnorm_backward(first: bool):
+    def call(k, t):
+        k.rmsnorm_backward(
+            t["dy"], t["x"], t["weight"], t["rstd"], t["dx"], t["dweight"], t.get("residual"), first
+        )
+
+    return call
+
+
+def formula_rmsnorm_backward(first: bool):
+    def formula(t):
+        """Autograd through the forward's formula, at the saved rstd's precision."""
+        x, weight = t["x"].clone().requires_grad_(), t["weight"].clone().requires_grad_()
+        (x / torch.sqrt(x.square().mean(1, keepdim=True) + EPS) * weight).backward(t["dy"])
+        assert x.grad is not None and weight.grad is not None
+        return {
+            "dx": x.grad + t.get("residual", torch.zeros(1)),
+            "dweight": weight.grad + (0 if first else t["dweight"]),
+        }
+
+    return formula
+
+
+def make_rope(rng, dtype, size):
+    n, heads, dim = size
+    angle = normal(rng, 50, dim // 2, dtype=torch.float64)
+    return {
+        "x": normal(rng, n, heads * dim, dtype=dtype),
+        "cos": angle.cos().to(wide(dtype)),
+        "sin": angle.sin().to(wide(dtype)),
+        "positions": integers(rng, 0, 50, n, torch.int32),
+        "dim": torch.tensor(dim),
+    }
+
+
+def formula_rope(inverse: bool):
+    def formula(t):
+        """Hugging Face Llama: x * cos + rotate_half(x) * sin."""
+        x = t["x"].view(len(t["positions"]), -1, int(t["dim"]))
+        at = t["positions"].long()
+        cos, sin = (torch.cat((t[name][at],) * 2, -1)[:, None] for name in ("cos", "sin"))
+        low, high = x.chunk(2, -1)
+        turned = torch.cat((-high, low), -1)
+        return {"x": (x * cos + turned * (-sin if inverse else sin)).flatten(1)}
+
+    return formula
+
+
+def make_swiglu(rng, dtype, size):
+    return {
+        "gate": normal(rng, *size, dtype=dtype, scale=4),
+        "up": normal(rng, *size, dtype=dtype),
+        "out": unset(*size, dtype=dtype),
+    }
+
+
+def make_swiglu_backward(rng, dtype, size):
+    t = {name: normal(rng, *size, dtype=dtype, scale=2) for name in ("da", "gate", "up")}
+    return t | {name: unset(*size, dtype=dtype) for name in ("dgate", "dup")}
+
+
+def formula_swiglu_backward(t):
+    gate, up = t["gate"].clone().requires_grad_(), t["up"].clone().requires_grad_()
+    (gate / (1 + torch.exp(-gate)) * up).backward(t["da"])
+    return {"dgate": gate.grad, "dup": up.grad}
+
+
+def make_cross_entropy(rng, dtype, size):
+    chunk, vocab = size
+    targets = integers(rng, 0, vocab, chunk)
+    targets[1::3] = -100
+    logits = normal(rng, chunk, vocab, dtype=torch.float64, scale=3)
+    logits[0] = logits[0].sort().values  # every block raises the running maximum
+    return {"logits": logits.to(dtype), "targets": targets, "loss": unset(chunk, dtype=wide(dtype))}
+
+
+def formula_cross_entropy(gradient: bool):
+    def formula(t):
+        logits = t["logits"].clone().requires_grad_()
+        loss = torch.nn.functional.cross_entropy(logits, t["targets"], reduction="none", ignore_index=-100)
+        (loss.sum() * 0.25).backward()
+        return {"loss": loss.detach(), "logits": logits.grad if gradient else t["logits"]}
+
+    return formula
+
+
+def make_embedding(rng, dtype, size):
+    n, h = size
+    return {
+        "table": normal(rng, 11, h, dtype=dtype),
+        "ids": integers(rng, 0, 11, n),
+        "out": unset(n, h, dtype=dtype),
+    }
+
+
+def make_embedding_backward(first: bool):
+    def make(rng, dtype, size):
+        n, h = size
+        g = wide(dtype)
+        return {
+            "dy": normal(rng, n, h, dtype=dtype),
+            "ids": integers(rng, 0, 11, n),
+            "grad": unset(13, h, dtype=g) if first else normal(rng, 13, h, dtype=g),
+        }
+
+    return make
+
+
+def formula_embedding_backward(first: bool):
+    def formula(t):
+        onehot = torch.nn.functional.one_hot(t["ids"], 13).double()
+        return {"grad": onehot.T @ t["dy"] + (0 if first else t["grad"])}
+
+    return formula
+
+
+def make_accumulate(first: bool, full: bool):
+    def make(rng, dtype, size):
+        g = wide(dtype)
+        dst = unset(*size, dtype=g) if first else normal(rng, *size, dtype=g)
+        return {"dst": dst, "src": normal(rng, *size, dtype=g if full else dtype)}
+
+    return make
+
+
+def make_cast(to: torch.dtype):
+    def make(rng, dtype, size):
+        return {"src": normal(rng, *size, dtype=dtype, scale=100), "dst": unset(*size, dtype=to)}
+
+    return make
+
+
+def make_sum_squares(rng, dtype, size):
+    return {"x": normal(rng, *size, dtype=dtype, scale=1e3), "total": unset(1, dtype=torch.float64)}
+
+
+def call_sum_squares(k, t):
+    t["total"][0] = k.sum_squares(t["x"])
+
+
+ADAMW = {
+    "lr": 3e-3,
+    "beta1": 0.9,
+    "beta2": 0.95,
+    "eps": 1e-8,
+    "weight_decay": 0.1,
+    "step": 3,
+    "grad_scale": 0.7,
+}
+
+
+def make_adamw(low_grad: bool, weight: bool):
+    def make(rng, dtype, size):
+        g = wide(dtype)
+        t = {name: normal(rng, *size, dtype=g) for name in ("master", "m", "v")}
+        t["v"].square_()
+        t["grad"] = normal(rng, *size, dtype=dtype if low_grad else g)
+        if weight:
+            t["weight"] = unset(*size, dtype=dtype)
+        return t
+
+    return make
+
+
+def formula_adamw(t):
+    """Loshchilov & Hutter 2019, Algorithm 2."""
+    c = ADAMW
+    g = t["grad"] * c["grad_scale"]
+    m = c["beta1"] * t["m"] + (1 - c["beta1"]) * g
+    v = c["beta2"] * t["v"] + (1 - c["beta2"]) * g * g
+    mhat, vhat = m / (1 - c["beta1"] ** c["step"]), v / (1 - c["beta2"] ** c["step"])
+    p = t["master"] - c["lr"] * (mhat / (vhat.sqrt() + c["eps"]) + c["weight_decay"] * t["master"])
+    return {"master": p, "m": m, "v": v} | ({"weight": p} if "weight" in t else {})
+
+
+def make_causal_softmax(rng, dtype, size):
+    batch, n, m, offset = size
+    scores = normal(rng, batch, n, m, dtype=dtype, scale=5)
+    hidden = torch.ones(n, m, dtype=torch.bool).triu(offset + 1)
+    scores[:, hidden] = math.nan  # a matmul may leave anything there
+    return {"scores": scores, "offset": torch.tensor(offset), "lse": unset(batch, n, dtype=wide(dtype))}
+
+
+def formula_causal_softmax(t):
+    n, m = t["scores"].shape[1:]
+    seen = torch.arange(m) <= torch.arange(n)[:, None] + t["offset"]
+    power = torch.where(seen, torch.exp(t["scores"] * 0.3), 0.0)
+    return {"scores": power / power.sum(2, keepdim=True), "lse": power.sum(2).log()}
+
+
+def make_causal_softmax_backward(rng, dtype, size):
+    batch, n, m, _ = size
+    return {
+        "p": normal(rng, batch, n, m, dtype=torch.float64).softmax(2).to(dtype),
+        "dp": normal(rng, batch, n, m, dtype=dtype),
+        "delta": normal(rng, batch, n, dtype=wide(dtype)),
+    }
+
+
+ROPE = ((1, 1, 2), (3, 7, 6), (17, 3, 64), (700, 3, 34), (60, 9, 128))
+ATTENTION = (
+    (1, 1, 1, 0),
+    (3, 7, 7, 0),
+    (2, 17, 17, 3),
+    (4, 5, 1000, 995),
+    (2, 170, 170, 0),
+    (1, 3, 5000, 4000),
+)
+
+CASES = (
+    Case(
+        "rmsnorm",
+        MATRIX,
+        make_rmsnorm,
+        lambda k, t: k.rmsnorm(t["x"], t["weight"], EPS, t["out"], t["rstd"]),
+        formula_rmsnorm,
+    ),
+    *(
+        Case(
+            f"rmsnorm_backward{'+residual' * residual}{'+first' * first}",
+            MATRIX,
+            make_rmsnorm_backward(residual, first),
+            call_rmsnorm_backward(first),
+            formula_rmsnorm_backward(first),
+            terms=1.0,
+        )
+        for residual, first in ((False, True), (True, False))
+    ),
+    *(
+        Case(
+            f"rope{'+inverse' * inverse}",
+            ROPE,
+            make_rope,
+            lambda k, t, inverse=inverse: k.rope(
+                t["x"], t["cos"], t["sin"], t["positions"], int(t["dim"]), inverse
+            ),
+            formula_rope(inverse),
+        )
+        for inverse in (False, True)
+    ),
+    Case(
+        "swiglu",
+        FLAT,
+        make_swiglu,
+        lambda k, t: k.swiglu(t["gate"], t["up"], t["out"]),
+        lambda t: {"out": t["gate"] / (1 + torch.exp(-t["gate"])) * t["up"]},
+    ),
+    Case(
+        "swiglu_backward",
+        FLAT,
+        make_swiglu_backward,
+        lambda k, t: k.swiglu_backward(t["da"], t["gate"], t["up"], t["dgate"], t["dup"]),
+        formula_swiglu_backward,
+    ),
+    *(
+        Case(
+            f"cross_entropy{'+gradient' * gradient}",
+            ((1, 1), (3, 7), (7, 17), (5, 1000), (20, 4099), (1, 65537)),
+            make_cross_entropy,
+            lambda k, t, gradient=gradient: k.cross_entropy(
+                t["logits"], t["targets"], 0.25, t["loss"], gradient
+            ),
+            formula_cross_entropy(gradient),
+        )
+        for gradient in (False, True)
+    ),
+    Case(
+        "embedding",
+        MATRIX,
+        make_embedding,
+        lambda k, t: k.embedding(t["table"], t["ids"], t["out"]),
+        lambda t: {"out": t["table"][t["ids"]]},
+    ),
+    *(
+        Case(
+            f"embedding_backward{'+first' * first}",
+            MATRIX,
+            make_embedding_backward(first),
+            lambda k, t, first=first: k.embedding_backward(t["dy"], t["ids"], t["grad"], first),
+            formula_embedding_backward(first),
+        )
+        for first in (False, True)
+    ),
+    *(
+        Case(
+            f"accumulate{'+first' * first}{'+full' * full}",
+            FLAT,
+            make_accumulate(first, full),
+            lambda k, t, first=first: k.accumulate(t["dst"], t["src"], first),
+            lambda t, first=first: {"dst": t["src"] + (0 if first else t["dst"])},
+        )
+        for first, full in ((True, False), (False, False), (False, True))
+    ),
+    *(
+        Case(
+            f"cast to {str(to)[6:]}",
+            FLAT,
+            make_cast(to),
+            lambda k, t: k.cast(t["dst"], t["src"]),
+            lambda t: {"dst": t["src"]},
+        )
+        for to in DTYPES
+    ),
+    Case(
+        "sum_squares",
+        (*FLAT, (200_003,)),
+        make_sum_squares,
+        call_sum_squares,
+        lambda t: {"total": torch.tensor([math.fsum(t["x"].square().tolist())], dtype=torch.float64)},
+    ),
+    *(
+        Case(
+            f"adamw{'+low gradient' * low}{'+weight' * weight}",
+            FLAT,
+            make_adamw(low, weight),
+            lambda k, t: k.adamw(t["master"], t["m"], t["v"], t["grad"], t.get("weight"), *ADAMW.values()),
+            formula_adamw,
+        )
+        for low, weight in ((False, False), (False, True), (True, False), (True, True))
+    ),
+    Case(
+        "causal_softmax",
+        ATTENTION,
+        make_causal_softmax,
+        lambda k, t: k.causal_softmax(t["scores"], int(t["offset"]), 0.3, t["lse"]),
+        formula_causal_softmax,
+    ),
+    Case(
+        "causal_softmax_backward",
+        ATTENTION,
+        make_causal_softmax_backward,
+        lambda k, t: k.causal_softmax_backward(t["p"], t["dp"], t["delta"], 0.3),
+        lambda t: {"dp": t["p"] * (t["dp"] - t["delta"][:, :, None]) * 0.3},
+    ),
+)
