@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from packmule.kernels import load
+from packmule.kernels import load, native
 from packmule.kernels.contract import Kernels
 
 
@@ -25,9 +25,13 @@ def no_autograd() -> Iterator[None]:
         yield
 
 
-@pytest.fixture(scope="session")
-def kernels() -> Iterator[Kernels]:
-    """The twin in torch, so that a fault in native code shows in its own tests, not here."""
-    family = load(2, "torch")
+FAMILIES = ("torch", None) if native.library_path() is not None else ("torch",)
+"""The twin in torch, and the native kernels where they are built."""
+
+
+@pytest.fixture(scope="session", params=FAMILIES, ids=lambda isa: isa or "native")
+def kernels(request: pytest.FixtureRequest) -> Iterator[Kernels]:
+    """Each family in turn."""
+    family = load(2, request.param)
     yield family
     family.close()

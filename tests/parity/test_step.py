@@ -154,3 +154,34 @@ def test_evaluation_is_the_training_loss_to_the_last_bit(
             results.append(llama.head_evaluate(model.decoder, weights, batch, inputs[-1], 25, scratch))
     assert results[0] == results[1]
     assert results[0][1] == 89 + 11
+
+
+@pytest.mark.parametrize("precision", ("fp32", "bf16-mixed"))
+def test_rows_beyond_the_tokens_are_left_alone(kernels: Kernels, rng: random.Random, precision: str) -> None:
+    shape = random_shape(rng, tied=False, grouped=True)
+    model = PlainModel(shape, precision, rng.randrange(2**31), kernels)
+    batch, capacity = pack(random_documents(rng, shape, (31, 12))), 50
+    inputs, saves = forward(model, batch, capacity)
+    rows = [*inputs, *(saves[0][name] for name in ("q", "k", "attention", "middle", "gate"))]
+    for tensor in rows:
+        assert bool(torch.isfinite(tensor[: batch.tokens]).all())
+        assert bool(torch.isnan(tensor[batch.tokens :]).all())
+    assert bool(torch.isnan(saves[0]["lse"][shape.heads * batch.tokens :]).all())
+
+
+def test_a_gradient_handed_on_in_place_has_the_same_bits(kernels: Kernels, rng: random.Random) -> None:
+    shape = random_shape(rng, tied=False, grouped=False)
+    model = PlainModel(shape, "bf16-mixed", rng.randrange(2**31), kernels)
+    batch = pack(random_documents(rng, shape, (64, 20)))
+    results = []
+    for in_place in (False, True):
+        inputs, saves = forward(model, batch, batch.tokens)
+        dy = torch.ones_like(inputs[0]) / 7
+        dx = dy if in_place else model.inputs(batch.tokens)
+        grads = poisoned(model.blocks[1].specs(model.types.gradient))
+        scratch = poisoned(bodies.layer_backward_scratch(shape, batch.tokens, model.types))
+        llama.layer_backward(
+            model.decoder, model.weights(1), batch, inputs[0], saves[0], scratch, dy, dx, grads, True, False
+        )
+        results.append({"dx": dx, **grads})
+    assert same_bits(results[:1], results[1:])
