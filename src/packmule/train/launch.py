@@ -347,7 +347,10 @@ def _budget(job: Job, hardware: Hardware) -> int:
 
 
 def _child_variables(environment: Environment, plan: Plan) -> dict[str, str]:
-    return environment.of_child(OMP_NUM_THREADS=str(plan.numerics.threads), TOKENIZERS_PARALLELISM="false")
+    # Passive: a spinning OpenMP worker would take a core from our own pool between two matmuls.
+    return environment.of_child(
+        OMP_NUM_THREADS=str(plan.numerics.threads), OMP_WAIT_POLICY="passive", TOKENIZERS_PARALLELISM="false"
+    )
 
 
 def shape_of(model: Path) -> ModelShape:
