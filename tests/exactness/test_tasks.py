@@ -1,0 +1,127 @@
+"""The engine may be stopped after any task of any graph, its memory lost: the run goes on to the
+same bits."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from copy import deepcopy
+from pathlib import Path
+
+import pytest
+from tests.exactness.runs import Case, finish, make_case, make_plan, run_steps, tiny_shape, watch
+from tests.fault.recording_disk import RecordingDisk
+
+from packmule.engine.engine import Engine
+from packmule.engine.executor import Stopped
+from packmule.engine.program import Program
+from packmule.kernels.contract import Kernels
+from packmule.spec.plan import Placement
+from packmule.spec.timeline import Timeline
+
+STEPS = 3
+LAYERS = 4
+SAMPLED = 20
+"""Stops per plan without `--long`."""
+
+RUN = Path("/run")
+
+PLANS = {
+    "ram": {"commit_steps": 2, "precision": "fp32", "recompute": (False,) * LAYERS},
+    "disk, on-fetch": {
+        "placement": Placement(state="disk", weights="disk", gradients="disk", inputs="disk"),
+        "update": "on-fetch",
+        "recompute": (True,) * LAYERS,
+        "chunk_bytes": 16384,
+    },
+    "disk, on-backward": {
+        "placement": Placement(state="disk", weights="state"),
+        "update": "on-backward",
+        "clip": None,
+        "recompute": (True, False, True, False),
+        "chunk_bytes": 16384,
+    },
+    "depth": {
+        "placement": Placement(state="disk", weights="ram", inputs="disk"),
+        "order": "depth",
+        "recompute": (True,) * LAYERS,
+        "prefetch": 2,
+        "chunk_bytes": 16384,
+    },
+    "ram, on-fetch": {
+        "placement": Placement(state="ram", weights="ram", gradients="disk"),
+        "update": "on-fetch",
+        "commit_steps": 2,
+        "recompute": (True,) * LAYERS,
+    },
+}
+
+
+class Watcher:
+    """Sees every execution of an engine and stops one of them after a task."""
+
+    def __init__(self, execution: int = -1, task: int = -1) -> None:
+        self.executions: list[tuple[str, int]] = []
+        self._execution, self._task = execution, task
+
+    def attach(self, engine: Engine) -> None:
+        watch(engine, self._run)
+
+    def _run(self, name: str, program: Program, arguments: dict) -> Timeline:
+        self.executions.append((name, program.graph.tasks))
+        if len(self.executions) - 1 == self._execution:
+            arguments = {**arguments, "stop_after": self._task}
+        return program.run(**arguments)
+
+
+@pytest.fixture(params=PLANS)
+def case(request: pytest.FixtureRequest, seed: int, kernels: Kernels) -> Case:
+    plan = make_plan(steps=STEPS, micro_rows=(1, 1), **PLANS[request.param])
+    return make_case(tiny_shape(tied=False, layers=LAYERS), plan, STEPS, seed, kernels)
+
+
+def run(case: Case, watcher: Watcher, disk: RecordingDisk, kernels: Kernels) -> None:
+    """The whole run from step 0, as far as the watcher lets it."""
+    opened: list[Engine] = []
+
+    def prepare(engine: Engine) -> None:
+        opened.append(engine)
+        watcher.attach(engine)
+
+    try:
+        engine, step = case.open(RUN, kernels, disk, prepare)
+        run_steps(engine, case.data, step, STEPS)
+    finally:
+        opened[0].close()
+
+
+def stops(executions: list[tuple[str, int]], rng: random.Random, every: bool) -> Iterator[tuple[int, int]]:
+    """(execution, task) pairs: all, or some of each execution."""
+    for index, (_, tasks) in enumerate(executions):
+        share = range(tasks) if every else rng.sample(range(tasks), min(tasks, SAMPLED // len(executions)))
+        for task in share:
+            yield index, task
+
+
+def test_resume_after_a_stop_at_any_task_is_bit_exact(
+    case: Case, kernels: Kernels, seed: int, long: bool
+) -> None:
+    fresh = RecordingDisk()
+    case.start(RUN, kernels, fresh)
+    seen, disk = Watcher(), RecordingDisk(deepcopy(fresh.root))
+    run(case, seen, disk, kernels)
+    assert case.state(RUN, kernels, disk) == (STEPS, case.expected.images[-1])
+    late = case.plan.update == "on-fetch"
+    wanted = {"load", "first", "step, commit", "drain"} if late else {"load", "step, commit"}
+    assert wanted <= {name for name, _ in seen.executions}
+    for execution, task in stops(seen.executions, random.Random(seed), long):
+        where = f"{seen.executions[execution][0]} ({execution}), task {task}"
+        disk = RecordingDisk(deepcopy(fresh.root))
+        with pytest.raises(Stopped):
+            run(case, Watcher(execution, task), disk, kernels)
+        step, image = case.state(RUN, kernels, disk)
+        assert image == case.expected.images[step], where
+        assert execution - 1 - step <= case.plan.checkpoint.commit_steps + late, where
+        resumed, trace = finish(case, RUN, kernels, disk)
+        assert (resumed, trace) == (step, case.expected.trace[step:]), where
+        assert case.state(RUN, kernels, disk) == (STEPS, case.expected.images[-1]), where

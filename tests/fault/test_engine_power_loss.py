@@ -1,0 +1,136 @@
+"""A power loss at any moment of a training run leaves one of its commits, from which the run goes
+on to the same bits, through more power losses."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from recording_disk import Folder, RecordingDisk
+from tests.exactness.runs import Case, make_case, make_plan, run_steps, tiny_shape
+
+from packmule.kernels import load
+from packmule.kernels.contract import Kernels
+from packmule.spec.plan import Placement
+
+STEPS = 4
+STATES = 120
+LONG_STATES = 2_000
+"""States per plan that are recovered and finished."""
+
+RUN = Path("/run")
+
+PLANS = {
+    "ram, commit every 2": {"commit_steps": 2, "precision": "fp32"},
+    "disk, on-fetch": {
+        "placement": Placement(state="disk", weights="disk", gradients="disk", inputs="disk"),
+        "update": "on-fetch",
+    },
+    "disk, on-backward, commit every 3": {
+        "placement": Placement(state="disk", weights="state"),
+        "update": "on-backward",
+        "clip": None,
+        "commit_steps": 3,
+    },
+}
+
+
+@dataclass
+class Promise:
+    """Commits that a power loss now may leave: `low` or, while it is being made, `high`."""
+
+    low: int
+    high: int
+
+
+class Search:
+    """Runs from states that power losses left, cutting the power again on the way."""
+
+    def __init__(self, case: Case, kernels: Kernels, seed: int) -> None:
+        self.case, self.kernels, self.rng = case, kernels, random.Random(seed)
+        self.pool: list[tuple[Folder, int, str]] = []
+        self.finished = 0
+        self.recovered: set[int] = set()
+
+    def start(self) -> None:
+        disk = RecordingDisk()
+        self.case.start(RUN, self.kernels, disk)
+        self.pool.append((disk.root, 0, "the start"))
+
+    def run(self, states: int) -> None:
+        """Finish this many states, each of them checked when it was found."""
+        while self.finished < states:
+            # The newest as often as any: chains of power losses grow long.
+            index = len(self.pool) - 1 if self.rng.random() < 0.5 else self.rng.randrange(len(self.pool))
+            root, step, where = self.pool[index] if len(self.pool) == 1 else self.pool.pop(index)
+            self.finish(root, step, where)
+            self.finished += 1
+
+    def finish(self, root: Folder, step: int, where: str) -> None:
+        """Carry a run on to its end and hold it against the plain loop."""
+        case, every = self.case, self.case.plan.checkpoint.commit_steps
+        commits = [s for s in range(step + 1, STEPS + 1) if s % every == 0 or s == STEPS]
+        promise = Promise(step, step)
+
+        def after(disk: RecordingDisk) -> None:
+            operation = disk.log[-1]
+            if operation.startswith("rename"):
+                promise.high = commits.pop(0)
+            elif operation.startswith("sync_folder"):
+                promise.low = promise.high
+            likely = 0.01 if operation.startswith("write /") else 0.3
+            if self.rng.random() < likely:
+                self.cut(disk, promise, operation)
+
+        # A state may be finished more than once.
+        disk = RecordingDisk(copy_of(root), after=after)
+        engine, first = case.open(RUN, self.kernels, disk)
+        assert first == step, where
+        trace = run_steps(engine, case.data, step, STEPS)
+        engine.close()
+        assert trace == case.expected.trace[step:], where
+        assert case.state(RUN, self.kernels, disk) == (STEPS, case.expected.images[-1]), where
+
+    def cut(self, disk: RecordingDisk, promise: Promise, operation: str) -> None:
+        """One state that a power loss now may leave."""
+        left = disk.after_power_loss(self.rng)
+        where = f"after {operation}, {promise}"
+        step, image = self.case.state(RUN, self.kernels, RecordingDisk(copy_of(left.root)))
+        assert step in (promise.low, promise.high), where
+        assert image == self.case.expected.images[step], where
+        self.recovered.add(step)
+        self.pool.append((left.root, step, where))
+
+
+def copy_of(folder: Folder) -> Folder:
+    """The same tree after a power loss that loses nothing."""
+    return folder.after_power_loss(random.Random(0), 1.0)
+
+
+@pytest.fixture
+def kernels() -> Iterator[Kernels]:
+    """As in the training child, with one thread, since at these sizes more only wait."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    family = load(1)
+    with torch.no_grad():
+        yield family
+    family.close()
+    torch.set_num_threads(threads)
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_every_state_a_power_loss_leaves_goes_on_to_the_same_bits(
+    name: str, kernels: Kernels, seed: int, long: bool
+) -> None:
+    plan = make_plan(steps=STEPS, micro_rows=(1, 1), recompute=(True,), length=16, **PLANS[name])
+    case = make_case(tiny_shape(tied=True, layers=1), plan, STEPS, seed, kernels)
+    search = Search(case, kernels, seed)
+    search.start()
+    search.run(LONG_STATES if long else STATES)
+    every = plan.checkpoint.commit_steps
+    assert search.recovered >= {0, *range(every, STEPS, every), STEPS}
