@@ -18,6 +18,14 @@ def simulate(graph: StepGraph, seconds: np.ndarray | None = None) -> Timeline:
         graph: what to run.
         seconds: float64 [tasks], durations; the graph's own predictions by default.
     """
+    start, end, events = times(graph, seconds)
+    return Timeline(start, end, *ledger(graph, events))
+
+
+def times(
+    graph: StepGraph, seconds: np.ndarray | None = None
+) -> tuple[np.ndarray, np.ndarray, list[tuple[float, int, int]]]:
+    """(start, end, events) of `simulate` without its ledger."""
     durations = (graph.seconds if seconds is None else seconds).tolist()
     schedule = Schedule(graph)
     start, end = np.zeros(graph.tasks), np.zeros(graph.tasks)
@@ -35,7 +43,7 @@ def simulate(graph: StepGraph, seconds: np.ndarray | None = None) -> Timeline:
         now, task = heapq.heappop(running)
         events.append((now, 0, task))
         schedule.end(task)
-    return Timeline(start, end, *ledger(graph, events))
+    return start, end, events
 
 
 def ledger(

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
+from functools import lru_cache
 
 from packmule.graph.costs import Costs
 from packmule.graph.model import PLANES
 from packmule.shapes import bodies
-from packmule.shapes.layout import ITEMSIZE, layout
+from packmule.shapes.layout import ITEMSIZE, TensorSpec, layout
 from packmule.shapes.model import ModelShape
 from packmule.spec.plan import Plan
 
@@ -49,21 +51,29 @@ def ram_bound(shape: ModelShape, plan: Plan, sizes: Sizes) -> int:
     stream = tokens * shape.hidden * item
     layers_in = step_tokens * shape.hidden * item * (shape.layers if place.inputs == "ram" else 1)
     kept = plan.recompute.count(False)
-    saved = layout(bodies.layer_saved(shape, tokens, types)).bytes
+    saved = _bytes(bodies.layer_saved, shape, tokens, types)
     kept_saved = saved * kept * (step_tokens // tokens)
     chunk = min(numerics.loss_chunk, tokens)
-    head = layers_in + kept_saved + layout(bodies.head_scratch(shape, chunk, types, train=True)).bytes
+    head = layers_in + kept_saved + _bytes(bodies.head_scratch, shape, chunk, types, True)
     last = len(sizes.planes) - 1
     users = (last, 0) if shape.tied else (last,)
     head += sum(own_weights * sizes.weights[b] + own_gradient * sizes.planes[b] for b in users)
-    layer = layout(bodies.layer_backward_scratch(shape, tokens, types)).bytes + 2 * stream + saved
+    layer = _bytes(bodies.layer_backward_scratch, shape, tokens, types) + 2 * stream + saved
     layer += layers_in + own_weights * sizes.weights[1] + own_gradient * sizes.planes[1]
     layer += own_gradient * sizes.planes[0] if shape.tied else 0
     return resident + max(head, layer)
 
 
-def seconds_bound(shape: ModelShape, plan: Plan, sizes: Sizes, costs: Costs, mean_length: float) -> float:
-    """Seconds of the busier of cores and disk, each without a gap."""
+@lru_cache(maxsize=4096)
+def _bytes(make: Callable[..., tuple[TensorSpec, ...]], *arguments: Hashable) -> int:
+    """Bytes of a list of tensors; candidates ask for the same few again and again."""
+    return layout(make(*arguments)).bytes
+
+
+def seconds_bound(
+    shape: ModelShape, plan: Plan, sizes: Sizes, costs: Costs, mean_length: float
+) -> tuple[float, float]:
+    """Seconds that (cores, disk) are busy; no step is shorter than either."""
     numerics, place = plan.numerics, plan.placement
     item = ITEMSIZE[bodies.DTYPES[numerics.precision].compute]
     cores = 0.0
@@ -86,4 +96,4 @@ def seconds_bound(shape: ModelShape, plan: Plan, sizes: Sizes, costs: Costs, mea
         written += sum(sizes.weights)
     if place.gradients == "disk":
         read, written = read + total, written + total
-    return max(cores, read / costs.read_bytes + written / costs.write_bytes)
+    return cores, read / costs.read_bytes + written / costs.write_bytes

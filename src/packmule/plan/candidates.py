@@ -25,6 +25,11 @@ def splits(rows: int, wanted: int | None) -> list[tuple[int, ...]]:
     return found
 
 
+def streams(placement: Placement) -> bool:
+    """Whether anything lies on disk between its uses."""
+    return "disk" in (placement.state, placement.weights, placement.gradients, placement.inputs)
+
+
 def numerics_choices(situation: Situation) -> list[Numerics]:
     """Numerics the search may choose from; one when they are fixed."""
     base = situation.numerics
@@ -94,10 +99,10 @@ def candidates(situation: Situation) -> Iterator[Plan]:
     low = situation.numerics.precision == "bf16-mixed"
     for numerics, update in product(numerics_choices(situation), updates(situation)):
         for placement in placements(situation, update, low):
-            streams = "disk" in (placement.state, placement.weights, placement.gradients, placement.inputs)
             ios = [Io(prefetch=1)]
-            if streams:
-                ios = [Io(prefetch=p, chunk_bytes=c) for p, c in product((2, 1, 0), CHUNK_BYTES)]
+            if streams(placement):
+                # The usual and the leanest; the search tries the others on what it has found.
+                ios.append(Io(prefetch=0, chunk_bytes=min(CHUNK_BYTES)))
             orders = ("breadth", "depth")
             for order, recompute, io in product(
                 orders, recompute_choices(situation.shape.layers, situation.recompute), ios
