@@ -86,41 +86,46 @@ class _Run:
 
     def work(self, resource: int, wait_seconds: float | None = None, deadline: float | None = None) -> None:
         """Run tasks of one resource until nothing is left or the run stops."""
-        queue, wake = self._queues[resource], self._wake[resource]
-        while True:
-            with self._lock:
-                while not queue and not self._over:
-                    wake.wait(wait_seconds)
-                    self._check_deadline(deadline)
-                if self._over:
-                    return
-                if self._stopping is not None and self._stopping():
-                    self._halt()
-                    return
-                task = queue.popleft()
-                self._ledger.start(task)
-                self.start[task] = self._busy[task] = self.now()
-                self.times.append(self.start[task])
-            try:
+        try:
+            while (task := self._next(resource, wait_seconds, deadline)) is not None:
                 self._body(task)
-            except BaseException as error:  # latched; raised again by execute()
-                with self._lock:
-                    self.error = self.error or error
-                    self._busy.pop(task, None)
-                    self._notify_all()
-                return
+                self._ended(task)
+        except BaseException as error:  # latched; raised again by execute()
             with self._lock:
-                self.end[task] = self.now()
-                self.times.append(self.end[task])
-                del self._busy[task]
-                self._ledger.end(task)
-                self._schedule.end(task)
-                self._last = task
-                if task == self._stop_after:
-                    self._halt()
-                self.dispatch()
-                if self._over:
-                    self._notify_all()
+                self.error = self.error or error
+                self._notify_all()
+
+    def _next(self, resource: int, wait_seconds: float | None, deadline: float | None) -> int | None:
+        """Wait for a task of a resource and start it; None when there will be none."""
+        queue, wake = self._queues[resource], self._wake[resource]
+        with self._lock:
+            while not queue and not self._over:
+                wake.wait(wait_seconds)
+                self._check_deadline(deadline)
+            if self._over:
+                return None
+            if self._stopping is not None and self._stopping():
+                self._halt()
+                return None
+            task = queue.popleft()
+            self._ledger.start(task)
+            self.start[task] = self._busy[task] = self.now()
+            self.times.append(self.start[task])
+            return task
+
+    def _ended(self, task: int) -> None:
+        with self._lock:
+            self.end[task] = self.now()
+            self.times.append(self.end[task])
+            del self._busy[task]
+            self._ledger.end(task)
+            self._schedule.end(task)
+            self._last = task
+            if task == self._stop_after:
+                self._halt()
+            self.dispatch()
+            if self._over:
+                self._notify_all()
 
     def _halt(self) -> None:
         self._stop = True
