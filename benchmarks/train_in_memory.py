@@ -1,0 +1,264 @@
+"""Training steps of a model that fits in memory, beside transformers with torch's fused AdamW.
+
+    python benchmarks/train_in_memory.py --shape 374m --precision bf16-mixed
+
+Each contender runs in a process of its own, one after the other, in rounds; steady steps (the
+first of each process, which faults memory in, is left out). Contenders:
+
+    plain     transformers + torch.optim.AdamW(fused=True), autocast for bf16
+    tuned     the same with glibc told to keep its memory (MALLOC_MMAP_MAX_=0, ...)
+    packmule  no clipping, as the planner fits it into 0.6 times plain's memory
+    clipped   packmule with clipping at 1.0 and recomputation, within 6.5 GiB
+
+Prints seconds, ratios to the peers, the share of the matmul rate measured in the same run, and
+peak memory. Peers are in the extra `peers`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+SHAPES = {
+    "374m": {
+        "hidden_size": 1024, "num_hidden_layers": 24, "intermediate_size": 2816, "vocab_size": 32000,
+        "num_attention_heads": 16, "num_key_value_heads": 16, "tie_word_embeddings": False,
+    },
+    "135m": {
+        "hidden_size": 576, "num_hidden_layers": 30, "intermediate_size": 1536, "vocab_size": 49152,
+        "num_attention_heads": 9, "num_key_value_heads": 3, "tie_word_embeddings": True,
+    },
+}  # fmt: skip
+ROWS, LENGTH = 4, 512
+GIB = 1 << 30
+TUNED = {
+    "MALLOC_MMAP_MAX_": "0",
+    "MALLOC_TRIM_THRESHOLD_": "100000000000",
+    "MALLOC_TOP_PAD_": "268435456",
+}
+
+
+def config_of(shape: str) -> dict[str, object]:
+    """A Hugging Face config.json."""
+    return {"model_type": "llama", "max_position_embeddings": LENGTH, "rms_norm_eps": 1e-6, **SHAPES[shape]}
+
+
+def peak_bytes() -> int:
+    """VmHWM of this process."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM:"))
+
+
+def run_peer(shape: str, precision: str, steps: int) -> dict[str, object]:
+    """transformers, as a user would write the loop."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(LlamaConfig(**config_of(shape), use_cache=False)).train()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+    ids = torch.randint(0, int(SHAPES[shape]["vocab_size"]), (ROWS, LENGTH))
+    seconds = []
+    for _ in range(steps + 1):
+        began = time.perf_counter()
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=precision == "bf16-mixed"):
+            loss = model(input_ids=ids, labels=ids).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        seconds.append(time.perf_counter() - began)
+    return {"seconds": seconds[1:], "peak": peak_bytes(), "loss": float(loss.detach())}
+
+
+def run_packmule(shape: str, precision: str, steps: int, clip: float | None, budget: int) -> dict[str, object]:
+    """The engine under the plan that the planner finds for a budget."""
+    from packmule.train.memory import tune_malloc
+
+    tune_malloc()
+    import torch
+
+    torch.set_grad_enabled(False)
+    import numpy as np
+    from packmule.checkpoint.head import Progress
+    from packmule.engine.engine import Engine, Needs
+    from packmule.graph.model import PlannedModel
+    from packmule.models.weights.source import RandomSource
+    from packmule.data.manifest import random_manifest
+    from packmule.optim.adamw import Update
+    from packmule.plan.search import search
+    from packmule.probe import load
+    from packmule.shapes.model import ModelShape
+    from packmule.spec.batch import IGNORED, Batch
+    from packmule.spec.environment import read_environment
+    from packmule.spec.job import load_job
+    from packmule.tiers.disk import PosixDisk
+    from packmule.train.folder import RunFolder
+    from packmule.train.setup import costs_of, make_kernels, make_store
+    from packmule.train.situation import make_numerics, make_situation
+    from packmule.train.transfer import import_weights
+
+    with tempfile.TemporaryDirectory(dir=Path.cwd()) as name:
+        hardware = load(read_environment().cache / "probe.json", name)
+        config = config_of(shape)
+        model_shape = ModelShape.from_config(config, "benchmark")
+        job = load_job(
+            f"model: {{path: none-needed}}\n"
+            f"train: {{output_dir: {name}, max_seq_length: {LENGTH}, global_batch_size: {ROWS}, max_steps: {steps + 1}, "
+            f"precision: {precision}, recompute: {'auto' if clip is None else 'true'}}}\n"
+            f"optim: {{learning_rate: 1e-4, lr_scheduler: constant, max_grad_norm: {clip or 0}}}\n"
+            "checkpoint: {commit_steps: 1000}\n"
+            f"hardware: {{state: ram}}\n",
+            "benchmark",
+        )
+        numerics = make_numerics(job, hardware, steps + 1)
+        situation = make_situation(job, model_shape, hardware, budget, None, numerics, False, 0)
+        # Alone in its process: what the parent of a run would take is not there.
+        situation = situation.__class__(
+            **{**situation.__dict__, "mean_length": float(LENGTH),
+               "hardware": hardware.model_copy(update={"parent_baseline_bytes": 0})}
+        )  # fmt: skip
+        plan = search(situation).plan
+        kernels, disk = make_kernels(plan), PosixDisk()
+        folder = RunFolder(Path(name), Path(name))
+        store = make_store(disk, folder, model_shape, plan, kernels)
+        store.create_files()
+        progress = Progress(step=0, cursor=0, tokens=0, numerics=plan.numerics, job_hash="", model=config)
+        with RandomSource(random_manifest(config, 0)) as source:
+            import_weights(store, model_shape, source, progress, lambda done, total: None)
+        engine = Engine(
+            PlannedModel(model_shape, plan), kernels, store, disk, folder.state, costs_of(hardware, plan),
+            Needs(mean_length=float(LENGTH)),
+        )  # fmt: skip
+        engine.arena.touch()
+        engine.load()
+        rng = np.random.default_rng(0)
+        batches, targets = [], 0
+        for rows in plan.numerics.micro_rows:
+            ids = rng.integers(0, model_shape.vocab, (rows, LENGTH))
+            after = np.full_like(ids, IGNORED)
+            after[:, :-1] = ids[:, 1:]
+            places = np.tile(np.arange(LENGTH, dtype=np.int32), rows)
+            batches.append(Batch(ids.reshape(-1), after.reshape(-1), places, (LENGTH,) * rows))
+            targets += rows * (LENGTH - 1)
+        seconds = []
+        for step in range(steps + 1):
+            began = time.perf_counter()
+            result = engine.step(batches, targets, Update(step + 1, 1e-4), progress, commit=False)
+            seconds.append(time.perf_counter() - began)
+        engine.close()
+        rate = max(point.flops_per_second for point in hardware.matmul[situation_dtype(precision)])
+    return {
+        "seconds": seconds[1:], "peak": peak_bytes(), "loss": result.loss, "matmul": rate,
+        "plan": f"{plan.update}, weights {plan.placement.weights}, {sum(plan.recompute)} layers recomputed, "
+        f"micro-batches {'+'.join(map(str, plan.numerics.micro_rows))}",
+    }  # fmt: skip
+
+
+def situation_dtype(precision: str) -> str:
+    """The compute dtype's name in a hardware record."""
+    return "bfloat16" if precision == "bf16-mixed" else "float32"
+
+
+def measured_matmul(precision: str) -> float:
+    """FLOP/s of a large square product, right now."""
+    import torch
+
+    n = 2048
+    a = torch.randn(n, n).to(getattr(torch, situation_dtype(precision)))
+    best = 1e9
+    for _ in range(6):
+        began = time.perf_counter()
+        torch.mm(a, a)
+        best = min(best, time.perf_counter() - began)
+    return 2 * n**3 / best
+
+
+def step_flops(shape: str) -> float:
+    """Matmul FLOPs of a step (6 per weight and token; no embedding look-up) and attention's."""
+    c = SHAPES[shape]
+    hidden, layers, ffn = int(c["hidden_size"]), int(c["num_hidden_layers"]), int(c["intermediate_size"])
+    heads, kv = int(c["num_attention_heads"]), int(c["num_key_value_heads"])
+    weights = layers * (2 * hidden * hidden + 2 * hidden * hidden * kv // heads + 3 * hidden * ffn)
+    weights += hidden * int(c["vocab_size"])
+    attention = layers * 3.5 * 2 * LENGTH * hidden
+    return ROWS * LENGTH * (6.0 * weights + attention)
+
+
+def contender(name: str, shape: str, precision: str, steps: int, ceiling: int) -> dict[str, object]:
+    """Run one contender in a process of its own."""
+    variables = dict(os.environ)
+    if name == "tuned":
+        variables |= TUNED
+    elif name in ("packmule", "clipped"):
+        variables["OMP_WAIT_POLICY"] = "passive"
+    command = [sys.executable, __file__, "--role", name, "--shape", shape, "--precision", precision]
+    command += ["--steps", str(steps), "--ceiling", str(ceiling)]
+    done = subprocess.run(command, env=variables, capture_output=True, text=True)
+    if done.returncode:
+        raise SystemExit(f"{name} failed:\n{done.stderr[-3000:]}")
+    return dict(json.loads(done.stdout.strip().splitlines()[-1]))
+
+
+def main() -> None:
+    """Print one table per shape and precision."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", choices=[*SHAPES, "all"], default="all")
+    parser.add_argument("--precision", choices=["bf16-mixed", "fp32", "all"], default="all")
+    parser.add_argument("--steps", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--role", help=argparse.SUPPRESS)
+    parser.add_argument("--ceiling", type=int, default=0, help=argparse.SUPPRESS)
+    given = parser.parse_args()
+    if given.role in ("plain", "tuned"):
+        print(json.dumps(run_peer(given.shape, given.precision, given.steps)))
+        return
+    if given.role:
+        clip = 1.0 if given.role == "clipped" else None
+        print(json.dumps(run_packmule(given.shape, given.precision, given.steps, clip, given.ceiling)))
+        return
+    shapes = list(SHAPES) if given.shape == "all" else [given.shape]
+    precisions = ["bf16-mixed", "fp32"] if given.precision == "all" else [given.precision]
+    for shape in shapes:
+        for precision in precisions:
+            compare(shape, precision, given.steps, given.rounds)
+
+
+def compare(shape: str, precision: str, steps: int, rounds: int) -> None:
+    """All contenders, in rounds."""
+    results: dict[str, list[dict[str, object]]] = {}
+    rates = []
+    for _ in range(rounds):
+        for name in ("plain", "tuned", "packmule", "clipped"):
+            plain_peak = float(results["plain"][0]["peak"]) if "plain" in results else 0.0  # type: ignore[arg-type]
+            ceiling = int(0.6 * plain_peak) if name == "packmule" else int(6.5 * GIB)
+            results.setdefault(name, []).append(contender(name, shape, precision, steps, ceiling))
+            rates.append(measured_matmul(precision))
+    limit = step_flops(shape) / max(rates)
+    print(
+        f"\n{shape}, {precision}, {ROWS * LENGTH} tokens a step; {platform.processor() or platform.machine()}, "
+        f"{os.cpu_count()} CPUs; matmul {max(rates) / 1e9:.0f} GFLOP/s, so a step takes at least {limit:.2f} s"
+    )
+    print(f"{'':<10}{'seconds':>9}{'min..max':>16}{'of limit':>10}{'vs plain':>10}{'vs tuned':>10}{'peak GiB':>10}{'of plain':>10}")
+    medians = {name: statistics.median(s for r in rows for s in r["seconds"]) for name, rows in results.items()}  # type: ignore[attr-defined]
+    peaks = {name: max(float(r["peak"]) for r in rows) for name, rows in results.items()}  # type: ignore[arg-type]
+    for name, rows in results.items():
+        every = [s for r in rows for s in r["seconds"]]  # type: ignore[attr-defined]
+        print(
+            f"{name:<10}{medians[name]:>9.2f}{f'{min(every):.2f}..{max(every):.2f}':>16}{limit / medians[name]:>10.0%}"
+            f"{medians['plain'] / medians[name]:>9.2f}x{medians['tuned'] / medians[name]:>9.2f}x"
+            f"{peaks[name] / GIB:>10.2f}{peaks[name] / peaks['plain']:>10.2f}"
+        )
+    for name in ("packmule", "clipped"):
+        print(f"{name}: {results[name][0]['plan']}")
+
+
+if __name__ == "__main__":
+    main()
