@@ -9,8 +9,8 @@ from packmule.graph.model import PlannedModel
 from packmule.graph.run import run_graphs
 from packmule.graph.simulate import simulate, times
 from packmule.graph.step import StepGraph
-from packmule.graph.training import build_step
 from packmule.graph.traffic import is_io, traffic
+from packmule.graph.training import build_step
 from packmule.plan.situation import Situation
 from packmule.spec.plan import PhaseMemory, Plan, Predicted
 from packmule.spec.timeline import Timeline
@@ -76,20 +76,22 @@ def workspace(graph: StepGraph) -> int:
 
 def peak_parts(graph: StepGraph, timeline: Timeline) -> dict[str, int]:
     """Live arena bytes by kind at the moment most are live."""
-    name = Tier.RAM.name.lower()
-    live = timeline.ledger_bytes[name]
-    moment = int(np.argmax(live))
-    when = set(timeline.ledger_task[: moment + 1].tolist())
+    moment = int(np.argmax(timeline.ledger_bytes[Tier.RAM.name.lower()]))
+    # A task is in the ledger twice: when it starts and when it has ended.
+    seen = np.bincount(timeline.ledger_task[1 : moment + 1], minlength=graph.tasks)
+    live = _touched(graph, seen > 0) & _touched(graph, seen < 2)
+    live |= set(np.flatnonzero(graph.buffer_persistent).tolist())
     parts: dict[str, int] = {}
-    ends = timeline.end
-    now = timeline.ledger_seconds[moment]
-    for buffer in np.flatnonzero(graph.buffer_tier == Tier.RAM).tolist():
-        first, last = int(graph.buffer_first[buffer]), int(graph.buffer_last[buffer])
-        if not graph.buffer_persistent[buffer] and (first not in when or ends[last] < now):
-            continue
-        part = PART_NAMES[BufferKind(int(graph.buffer_kind[buffer]))]
-        parts[part] = parts.get(part, 0) + int(graph.buffer_bytes[buffer])
+    for buffer in sorted(live):
+        if graph.buffer_tier[buffer] == Tier.RAM:
+            part = PART_NAMES[BufferKind(int(graph.buffer_kind[buffer]))]
+            parts[part] = parts.get(part, 0) + int(graph.buffer_bytes[buffer])
     return parts
+
+
+def _touched(graph: StepGraph, tasks: np.ndarray) -> set[int]:
+    """Buffers that any task of a mask (bool [tasks]) touches."""
+    return {buffer for task in np.flatnonzero(tasks).tolist() for buffer in graph.touched(task).tolist()}
 
 
 def step_only(situation: Situation, plan: Plan) -> tuple[float, int]:
