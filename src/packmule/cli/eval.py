@@ -1,4 +1,4 @@
-"""`packmule eval`: the loss of a run, a checkpoint or a model on text."""
+"""`packmule eval`: the loss of a run or a checkpoint on text."""
 
 from __future__ import annotations
 
@@ -41,5 +41,14 @@ def evaluate(
     if json:
         print_json(result)
     else:
-        print_rows((str(key), str(value)) for key, value in result.items())
+        print_rows(
+            [
+                ("held-out loss", f"{result['loss']:.4f}"),
+                ("perplexity", f"{result['perplexity']:.3f}"),
+                (
+                    "on",
+                    f"{result['targets']:,} tokens in {result['rows']:,} rows, after step {result['step']}",
+                ),
+            ]
+        )
     return 0

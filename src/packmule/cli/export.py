@@ -1,4 +1,4 @@
-"""`packmule export`: a run's weights as a Hugging Face folder or a .gguf file."""
+"""`packmule export`: a run's weights as a Hugging Face folder."""
 
 from __future__ import annotations
 
@@ -13,10 +13,8 @@ from packmule.cli.common import JsonFlag, RunArgument, environment_of, print_jso
 def export(
     context: typer.Context,
     run: RunArgument,
-    output: Annotated[Path, typer.Argument(metavar="OUT", help="A new folder, or a new .gguf file.")],
-    dtype: Annotated[
-        str, typer.Option("--dtype", metavar="NAME", help="float32, bfloat16 or float16.")
-    ] = "bfloat16",
+    output: Annotated[Path, typer.Argument(metavar="OUT", help="A folder that does not exist yet.")],
+    dtype: Annotated[str, typer.Option("--dtype", metavar="NAME", help="bfloat16 or float32.")] = "bfloat16",
     json: JsonFlag = False,
 ) -> int:
     """Write a run's weights for other tools.
@@ -26,7 +24,7 @@ def export(
 
     \b
     packmule export out model
-    packmule export out/checkpoint-100 model.gguf --dtype float16
+    packmule export out/checkpoint-100 model --dtype float32
     """
     from packmule.train.commands import export as run_export
 

@@ -17,6 +17,10 @@ def generate(
     temperature: Annotated[
         float, typer.Option("--temperature", min=0.0, help="0: always the likeliest token.")
     ] = 0.0,
+    top_p: Annotated[
+        float,
+        typer.Option("--top-p", min=0.0, max=1.0, help="Sample among the likeliest tokens of this share."),
+    ] = 1.0,
     seed: Annotated[int, typer.Option("--seed", min=0, help="Of the sampling.")] = 0,
     ram: Annotated[str | None, typer.Option("--ram", metavar="SIZE", help="Budget of all processes.")] = None,
     json: JsonFlag = False,
@@ -36,6 +40,7 @@ def generate(
         prompt=prompt,
         tokens=tokens,
         temperature=temperature,
+        top_p=top_p,
         seed=seed,
         ram_bytes=None if ram is None else parse_bytes(ram),
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -19,7 +19,7 @@ def info(
 ) -> int:
     """Say what a run, checkpoint or model is.
 
-    Architecture, step, sizes, numerics; no weights are loaded.
+    Architecture, step, precision, losses; no weights are loaded.
 
     \b
     packmule info out
@@ -31,5 +31,21 @@ def info(
     if json:
         print_json(result)
     else:
-        print_rows((str(key), str(value)) for key, value in result.items())
+        print_rows((key, _text(value)) for key, value in result.items())
     return 0
+
+
+def _text(value: Any) -> str:
+    if value is None or value in ([], {}):
+        return "none"
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, int):
+        return f"{value:,}"
+    if isinstance(value, float):
+        return f"{value:.4f}"
+    if isinstance(value, dict):
+        return ", ".join(f"{_text(inner)} at {key}" for key, inner in value.items())
+    if isinstance(value, list):
+        return ", ".join(_text(inner) for inner in value)
+    return str(value)

@@ -30,10 +30,19 @@ def plan(
     """
     environment = environment_of(context)
     job = read_job(words, environment)
+    from packmule.plan.table import plain
     from packmule.train.launch import make_plan
+    from packmule.train.tables import print_tables, terminal
 
     planned = make_plan(job, environment, progress=progress_line())
     if output is not None:
         planned.write(output)
-    print(planned.plan.to_json() if json else planned.explain(), end="")
+    if json:
+        print(planned.plan.to_json(), end="")
+        return 0
+    console = terminal(environment.no_color)
+    if console is None:
+        print(plain(planned.tables()), end="")
+    else:
+        print_tables(console, planned.tables())
     return 0

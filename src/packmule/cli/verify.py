@@ -17,11 +17,15 @@ def verify(context: typer.Context, run: RunArgument, json: JsonFlag = False) -> 
     packmule verify out
     packmule verify out/checkpoint-100 --json
     """
+    from packmule.spec.units import format_bytes
     from packmule.train.commands import verify as run_verification
 
     result = run_verification(run, environment_of(context))
     if json:
         print_json(result)
     else:
-        print_rows((str(key), str(value)) for key, value in result.items())
+        print_rows(
+            (name, f"step {found['step']}, {format_bytes(found['checked_bytes'])} read, no damage")
+            for name, found in result.items()
+        )
     return 0

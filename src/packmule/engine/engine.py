@@ -108,7 +108,7 @@ class Engine:
         graphs = make(model, costs, needs.mean_length, needs.evaluation_rows, needs.sample_tokens)
         self.arena = Arena(max(graph.extent(Tier.RAM) for graph in graphs.values()))
         work = max(graph.extent(Tier.DISK) for graph in graphs.values())
-        self.runtime = Runtime(model, kernels, store, disk, folder, self.arena, work)
+        self.runtime = Runtime(model, kernels, store, disk, folder, self.arena, work, needs.sample_tokens)
         self.programs = {
             name: Program(self.runtime, graph, BODIES, poison) for name, graph in graphs.items()
         }

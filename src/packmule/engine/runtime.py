@@ -75,6 +75,7 @@ class Runtime:
         folder: of work.bin.
         arena: at least as large as the largest graph's extent.
         work_bytes: size of work.bin; 0: none is needed.
+        positions: of a generated text, which may be longer than a row.
     """
 
     def __init__(
@@ -86,6 +87,7 @@ class Runtime:
         folder: Path,
         arena: Arena,
         work_bytes: int,
+        positions: int = 0,
     ) -> None:
         numerics = model.plan.numerics
         self.model = model
@@ -94,7 +96,8 @@ class Runtime:
         self.disk = disk
         self.arena = arena
         self.bytes = torch.frombuffer(arena.memory, dtype=torch.uint8)
-        self.decoder = Decoder.create(kernels, model.shape, numerics.precision, numerics.max_seq_length)
+        longest = max(numerics.max_seq_length, positions)
+        self.decoder = Decoder.create(kernels, model.shape, numerics.precision, longest)
         self.rule = AdamW(numerics.optimizer)
         self.state = StepState()
         self.weight_layouts = [block.layout(model.types.compute) for block in model.blocks]

@@ -2,132 +2,265 @@
 
 from __future__ import annotations
 
+from packmule.graph.model import PLANES
+from packmule.plan.bounds import Sizes
 from packmule.plan.search import Found
 from packmule.plan.situation import Situation
+from packmule.plan.table import Table, plain
+from packmule.shapes.bodies import DTYPES
+from packmule.shapes.layout import ITEMSIZE
+from packmule.shapes.model import ModelShape
 from packmule.spec.plan import PhaseMemory, Plan
 from packmule.spec.units import format_bytes, format_seconds
 
-_WEIGHTS = {"state": "made from the state at each use", "ram": "a copy in RAM", "disk": "a copy on disk"}
+_BOTTLENECK = {"cores": "compute", "disk": "disk"}
+
+_COLUMNS = {
+    "baseline": "Python",
+    "state": "state",
+    "state in transit": "state",
+    "weights": "weights",
+    "gradients": "gradients",
+    "activations": "activ.",
+    "unused arena": "idle",
+}
+"""A part of a phase's memory -> its column; the rest is under "other"."""
+
+_ORDER = ("Python", "state", "weights", "gradients", "activ.", "other", "idle")
+
+_LOST = 0.005
+"""A plan that is slower by less than this share counts as equally fast."""
 
 
-def decisions(plan: Plan) -> list[tuple[str, str]]:
-    """(what, how) of each decision."""
+def decisions(shape: ModelShape, plan: Plan) -> list[tuple[str, str]]:
+    """(what, how) of each decision: what is computed, what lies where, when it is written."""
     numerics, place = plan.numerics, plan.placement
-    again = sum(plan.recompute)
-    layers = len(plan.recompute)
-    if again in (0, layers):
-        activations = "recomputed in backward" if again else "kept"
+    sizes = Sizes.of(shape, numerics.precision)
+    planes, weights = sum(sizes.planes), sum(sizes.weights)
+    state = f"{format_bytes(len(PLANES) * planes)} "
+    state += "in RAM" if place.state == "ram" else "on disk, streamed block by block"
+    sources = {
+        "state": "made from the state at each use" if place.state == "disk" else "made from the state in RAM",
+        "ram": f"{format_bytes(weights)} in RAM, a copy",
+        "disk": f"{format_bytes(weights)} on disk, a copy streamed block by block",
+    }
+    if plan.update == "on-backward":
+        gradients = f"one block at a time, at most {format_bytes(max(sizes.planes))} in RAM"
     else:
-        activations = f"{again} of {layers} layers recomputed, the last {layers - again} kept"
-    sizes = "+".join(str(rows) for rows in numerics.micro_rows)
+        gradients = f"{format_bytes(planes)} {_where(place.gradients)}"
     rows = [
-        ("precision", f"{numerics.precision}, {numerics.threads} threads"),
-        ("global batch", f"{numerics.rows} rows of {numerics.max_seq_length} tokens, as micro-batches {sizes}"),
-        ("state", f"in {place.state.upper() if place.state == 'ram' else 'slots on disk'}"),
-        ("weights", _WEIGHTS[place.weights]),
-        ("gradients", "one block at a time" if plan.update == "on-backward" else f"all blocks, {place.gradients}"),
-        ("activations", f"{activations}; block inputs in {place.inputs}"),
-        ("update", plan.update + ("" if numerics.clip is None else f", global norm clipped at {numerics.clip:g}")),
-        ("order", "block by block" if plan.order == "breadth" else "micro-batch by micro-batch"),
+        (
+            "precision",
+            f"{numerics.precision}, {_count(numerics.threads, 'thread')}, {numerics.kernels} kernels",
+        ),
+        (
+            "global batch",
+            f"{_count(numerics.rows, 'row')} of at most {numerics.max_seq_length} tokens{_micro(plan)}",
+        ),
+        ("state", f"{state} (master weights and AdamW moments)"),
+        ("weights", sources[place.weights]),
+        ("gradients", gradients),
+        ("activations", _activations(plan)),
+        ("block inputs", f"{format_bytes(_input_bytes(shape, plan))} {_where(place.inputs)}"),
+        ("update", _update(plan)),
         ("commit", _commits(plan)),
     ]
     if "disk" in (place.state, place.weights, place.gradients, place.inputs):
-        rows.append(("streams", f"{format_bytes(plan.io.chunk_bytes)} chunks, {plan.io.prefetch} blocks ahead"))
+        rows.append(
+            (
+                "streams",
+                f"chunks of {format_bytes(plan.io.chunk_bytes)}, {_count(plan.io.prefetch, 'block')} ahead",
+            )
+        )
     return rows
+
+
+def _where(tier: str) -> str:
+    return "in RAM" if tier == "ram" else "on disk"
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
+def _micro(plan: Plan) -> str:
+    sizes = plan.numerics.micro_rows
+    if len(sizes) == 1:
+        return ", all at once"
+    cut = "+".join(str(rows) for rows in sizes)
+    order = "each block runs all of them" if plan.order == "breadth" else "one after the other"
+    return f", in micro-batches {cut} ({order})"
+
+
+def _activations(plan: Plan) -> str:
+    again, layers = sum(plan.recompute), len(plan.recompute)
+    if again == 0:
+        return f"of all {layers} layers kept in RAM"
+    if again == layers:
+        return f"of all {layers} layers computed again in backward"
+    return f"of the last {layers - again} layers kept in RAM, of {again} computed again in backward"
+
+
+def _input_bytes(shape: ModelShape, plan: Plan) -> int:
+    tokens = plan.numerics.micro_tokens
+    held = sum(tokens) if plan.order == "breadth" else max(tokens)
+    item = ITEMSIZE[DTYPES[plan.numerics.precision].compute]
+    return held * shape.hidden * item * shape.layers
+
+
+def _update(plan: Plan) -> str:
+    when = {
+        "after-backward": "after backward",
+        "on-backward": "of each block as soon as its gradient is complete",
+        "on-fetch": "of each block when the next step fetches it",
+    }[plan.update]
+    clip = plan.numerics.clip
+    return f"{plan.update}: {when}" + ("" if clip is None else f"; global norm clipped at {clip:g}")
 
 
 def _commits(plan: Plan) -> str:
     every = plan.checkpoint.commit_steps
-    loss = "nothing beyond the step under way" if every == 1 else f"at most {every} steps"
-    if plan.update == "on-fetch":
-        loss += " and the one whose update is pending"
+    # on-fetch: the step whose update is pending goes with the one under way.
+    steps = every - 1 + (2 if plan.update == "on-fetch" else 1)
+    lost = "the step under way" if steps == 1 else f"{steps} steps, the one under way included"
     snapshots = plan.checkpoint.snapshot_steps
-    kept = f"; a snapshot every {snapshots} steps, {plan.checkpoint.snapshots_kept} kept" if snapshots else ""
-    return f"every {'step' if every == 1 else f'{every} steps'} (a crash loses {loss}){kept}"
+    kept = ""
+    if snapshots:
+        kept = f"; a full copy every {_count(snapshots, 'step')}, {plan.checkpoint.snapshots_kept} kept"
+    return f"every {'step' if every == 1 else f'{every} steps'}; a crash loses at most {lost}{kept}"
 
 
-def phase_rows(plan: Plan) -> list[tuple[str, str, str, str]]:
-    """(phase, RAM, disk, parts) for each phase of the run's life."""
+def _phase_row(phase: PhaseMemory) -> dict[str, int]:
+    columns = dict.fromkeys(_ORDER, 0)
+    for name, size in phase.parts.items():
+        columns[_COLUMNS.get(name, "other")] += size
+    return columns
+
+
+def phases(plan: Plan) -> Table:
+    """Bytes per tier in each phase of the run's life, and what they hold."""
     if plan.predicted is None:
-        return []
-    return [
-        (phase.phase, format_bytes(phase.ram_bytes), format_bytes(phase.disk_bytes), _parts(phase))
-        for phase in plan.predicted.phases
-    ]
+        return Table("memory by phase")
+    found = [(phase, _phase_row(phase)) for phase in plan.predicted.phases]
+    used = [name for name in _ORDER if any(columns[name] for _, columns in found)]
+    rows = tuple(
+        (
+            phase.phase,
+            _megabytes(phase.ram_bytes),
+            *(_megabytes(columns[name]) for name in used),
+            _megabytes(phase.disk_bytes),
+        )
+        for phase, columns in found
+    )
+    header = ("", "RAM", *used, "disk")
+    notes = ["RAM: of all processes together; Python: interpreters, torch, tokenizer, before any work"]
+    if "idle" in used:
+        notes.append("idle: what a phase leaves unused of the one allocation that all phases share")
+    return Table("memory by phase, MB", rows, header, frozenset(range(1, len(header))), tuple(notes))
 
 
-def _parts(phase: PhaseMemory) -> str:
-    shown = sorted(((size, name) for name, size in phase.parts.items() if size >= 1 << 20), reverse=True)
-    return ", ".join(f"{name} {format_bytes(size)}" for size, name in shown)
+def _megabytes(size: int) -> str:
+    if not size:
+        return "-"
+    return f"{size / 1e6:,.0f}" if size >= 10e6 else f"{size / 1e6:.1f}"
 
 
-def times(plan: Plan) -> list[tuple[str, str]]:
-    """(what, how long or how much) of a predicted step."""
+def times(plan: Plan, steps: int | None = None) -> list[tuple[str, str]]:
+    """(what, how long or how much) of a predicted step.
+
+    Args:
+        steps: left to run, where that is known.
+    """
     predicted = plan.predicted
     if predicted is None:
         return []
-    return [
-        ("step", format_seconds(predicted.step_seconds)),
-        ("  compute", format_seconds(predicted.compute_seconds)),
-        ("  update", format_seconds(predicted.update_seconds)),
-        ("  waiting for disk", format_seconds(predicted.exposed_io_seconds)),
-        ("disk busy", format_seconds(predicted.disk_seconds)),
-        ("bottleneck", predicted.bottleneck),
-        ("read per step", format_bytes(predicted.disk_bytes_read_per_step)),
-        ("written per step", format_bytes(predicted.disk_bytes_written_per_step)),
+    waits = predicted.exposed_io_seconds
+    compute, update = format_seconds(predicted.compute_seconds), format_seconds(predicted.update_seconds)
+    rest = f"{compute} compute, {update} update"
+    rest += f", {format_seconds(waits)} waiting for the disk" if waits >= 1e-6 else ""
+    traffic = (predicted.disk_bytes_read_per_step, predicted.disk_bytes_written_per_step)
+    rows = [
+        ("step", f"{format_seconds(predicted.step_seconds)}: {rest}"),
+        ("bottleneck", _BOTTLENECK.get(predicted.bottleneck, predicted.bottleneck)),
+        ("disk per step", "{} read, {} written".format(*map(format_bytes, traffic))),
         ("peak RAM", f"{format_bytes(predicted.peak_ram_bytes)} of {format_bytes(plan.budget_bytes)}"),
     ]
+    if any(traffic) and predicted.disk_seconds >= 1e-6:
+        rows[2] = (rows[2][0], f"{rows[2][1]}; the disk is busy for {format_seconds(predicted.disk_seconds)}")
+    if steps:
+        seconds = format_seconds(steps * predicted.step_seconds)
+        rows.insert(1, ("run", f"{_count(steps, 'step')} in {seconds}, evaluation and export come on top"))
+    return rows
 
 
-def given_up(situation: Situation, found: Found) -> list[str]:
-    """What the budget costs: the savings this plan makes against one with room for everything."""
-    free = found.unbounded
-    plan = found.plan
+def given_up(situation: Situation, found: Found) -> Table:
+    """What the budget costs: this plan against the fastest with room for everything."""
+    title = "given up for the budget"
+    free, plan = found.unbounded, found.plan
+    if situation.fixed:
+        return Table(title, notes=("not looked at: a resumed run keeps its numerics",))
     if free is None or free.predicted is None or plan.predicted is None:
-        return []
-    differences = [
-        f"{name}: {ours} (with room: {theirs})"
-        for (name, ours), (_, theirs) in zip(decisions(plan)[1:8], decisions(free)[1:8], strict=True)
-        if ours != theirs
-    ]
-    if not differences:
-        return []
-    slower = plan.predicted.step_seconds / free.predicted.step_seconds - 1
+        return Table(title, notes=("nothing: more memory would not make it faster",))
+    ours, theirs = plan.predicted, free.predicted
+    if ours.step_seconds <= theirs.step_seconds * (1 + _LOST):
+        return Table(title, notes=("nothing: no plan with more memory was found to be faster",))
+    rows = []
+    wanted = dict(decisions(situation.shape, free))
+    for name, here in decisions(situation.shape, plan):
+        if name not in ("streams", "commit") and here != wanted.get(name, here):
+            rows.append((name, _brief(here), _brief(wanted[name])))
+    slower = ours.step_seconds / theirs.step_seconds - 1
+    enough = format_bytes(theirs.peak_ram_bytes * 1.01).replace(" ", "")
     cost = (
-        f"cost: {slower:+.0%} step time against {format_seconds(free.predicted.step_seconds)} "
-        f"with {format_bytes(free.predicted.peak_ram_bytes)}"
+        f"cost: {format_seconds(ours.step_seconds)} per step instead of {format_seconds(theirs.step_seconds)}"
     )
-    return [*differences, cost]
+    cost += f" ({slower:+.0%}); --ram {enough} would have room"
+    return Table(title, tuple(rows), ("", "this plan", "with room"), notes=(cost,))
 
 
-def explain(situation: Situation, found: Found) -> str:
-    """The whole plan as text."""
+def _brief(how: str) -> str:
+    """Without what is said in parentheses or after a semicolon."""
+    return how.split(" (")[0].split("; ")[0]
+
+
+def others(found: Found) -> Table:
+    """The next best that fit."""
+    rows = []
+    for other in found.runners_up[:3]:
+        if other.predicted is None:
+            continue
+        place, rows_at_once = other.placement, "+".join(map(str, other.numerics.micro_rows))
+        parts = (
+            other.update,
+            f"state {place.state}, weights {place.weights}, gradients {place.gradients}",
+            f"{_count(sum(other.recompute), 'layer')} recomputed",
+            f"{rows_at_once} rows",
+        )
+        seconds, ram = other.predicted.step_seconds, other.predicted.peak_ram_bytes
+        rows.append((format_seconds(seconds), format_bytes(ram), ", ".join(parts)))
+    searched = (
+        f"{found.possible:,} plans possible, {found.bounded:,} cannot fit, "
+        f"{found.simulated:,} simulated task by task"
+    )
+    return Table("also fits" if rows else "search", tuple(rows), right=frozenset({0, 1}), notes=(searched,))
+
+
+def tables(situation: Situation, found: Found, steps: int | None = None) -> list[Table]:
+    """The whole plan, table by table.
+
+    Args:
+        steps: left to run, where that is known.
+    """
     plan = found.plan
-    lines = [f"plan for {format_bytes(plan.budget_bytes)} of RAM"]
-    lines += [f"  {name:<18}{value}" for name, value in decisions(plan)]
-    lines.append("predicted step")
-    lines += [f"  {name:<18}{value}" for name, value in times(plan)]
-    lines.append("memory by phase")
-    for phase, ram, disk, parts in phase_rows(plan):
-        lines.append(f"  {phase:<12}{ram:>9} RAM {disk:>9} disk   {parts}")
-    saved = given_up(situation, found)
-    if saved:
-        lines.append("given up for the budget")
-        lines += [f"  {line}" for line in saved]
-    runner = [other for other in found.runners_up if other.predicted is not None][:3]
-    if runner:
-        lines.append("also fits")
-        for other in runner:
-            assert other.predicted is not None
-            summary = (
-                f"{other.update}, state {other.placement.state}, weights {other.placement.weights}, "
-                f"{sum(other.recompute)} layers recomputed"
-            )
-            lines.append(
-                f"  {format_seconds(other.predicted.step_seconds):>8}  "
-                f"{format_bytes(other.predicted.peak_ram_bytes):>8}  {summary}"
-            )
-    lines.append(
-        f"{found.possible} plans possible, {found.bounded} ruled out by bounds, {found.simulated} simulated"
-    )
-    return "\n".join(lines) + "\n"
+    return [
+        Table(f"plan for {format_bytes(plan.budget_bytes)} of RAM", tuple(decisions(situation.shape, plan))),
+        Table("predicted", tuple(times(plan, steps))),
+        phases(plan),
+        given_up(situation, found),
+        others(found),
+    ]
+
+
+def explain(situation: Situation, found: Found, steps: int | None = None) -> str:
+    """The whole plan as text."""
+    return plain(tables(situation, found, steps))

@@ -52,7 +52,9 @@ def inference_plan(
                 io=Io(prefetch=1, chunk_bytes=chunk_bytes),
                 checkpoint=CheckpointPlan(commit_steps=1, snapshot_steps=None),
             )
-            graphs = inference_graphs(PlannedModel(shape, plan), costs, mean_length, evaluation_rows, positions)
+            graphs = inference_graphs(
+                PlannedModel(shape, plan), costs, mean_length, evaluation_rows, positions
+            )
             arena = max(graph.extent(Tier.RAM) for graph in graphs.values())
             outside = max(int(graph.workspace.max(initial=0)) for graph in graphs.values())
             ram = baseline_bytes + arena + outside
@@ -61,8 +63,7 @@ def inference_plan(
                 continue
             batches = -(-evaluation_rows // rows)
             seconds = sum(
-                simulate(graph).seconds * (batches if name.startswith("evaluate") else positions if name == "token" else 1)
-                for name, graph in graphs.items()
+                simulate(graph).seconds * _times(name, batches, positions) for name, graph in graphs.items()
             )
             if best is None or seconds < best[0]:
                 best = seconds, plan
@@ -72,3 +73,10 @@ def inference_plan(
             f"--ram {format_bytes((least or 0) * 1.01).replace(' ', '')}, or fewer rows or tokens",
         )
     return best[1]
+
+
+def _times(name: str, batches: int, positions: int) -> int:
+    """How often a graph runs."""
+    if name.startswith("evaluate"):
+        return batches
+    return positions if name == "token" else 1

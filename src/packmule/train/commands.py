@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from packmule.checkpoint.head import Head, read_head
+from packmule.checkpoint.head import HEAD_NAME, Head, read_head
 from packmule.checkpoint.reader import StateReader
 from packmule.checkpoint.snapshots import snapshots
 from packmule.checkpoint.verify import verify as verify_state
@@ -18,15 +18,18 @@ from packmule.kernels import checksum
 from packmule.models.weights.export import write_huggingface
 from packmule.plan.inference import inference_plan
 from packmule.shapes.bodies import DTYPES
+from packmule.shapes.model import ModelShape
 from packmule.spec.environment import Environment
-from packmule.spec.units import format_bytes
 from packmule.tiers.disk import PosixDisk
 from packmule.train.folder import RunFolder, read_log
-from packmule.train.launch import RESERVE, TOKENIZER_FACTOR
 from packmule.train.memory import process_memory
 from packmule.train.messages import Request
+from packmule.train.situation import RESERVE, shape_of, tokenizer_bytes
 from packmule.train.transfer import exporter
 from packmule.train.watch import run_child
+
+EXPORT_DTYPES = ("bfloat16", "float32")
+"""What weights can be written as."""
 
 
 def evaluate(
@@ -114,10 +117,23 @@ def generate(
     positions = min(len(ids) + tokens, folder.shape().max_positions)
     if len(ids) >= positions:
         raise ConfigError(
-            f"The prompt has {len(ids)} tokens; the model has {positions} positions.", "shorten the prompt"
+            f"The prompt has {len(ids)} tokens, and the model has room for {positions} in all.",
+            "shorten the prompt",
         )
     extra = {"temperature": temperature, "top_p": top_p, "seed": seed}
-    result = _run(folder, environment, head, ram_bytes, "generate", folder.data, float(positions), 0, ids, positions, extra)
+    result = _run(
+        folder,
+        environment,
+        head,
+        ram_bytes,
+        "generate",
+        folder.data,
+        float(positions),
+        0,
+        ids,
+        positions,
+        extra,
+    )
     return str(result["text"]["text"])
 
 
@@ -135,16 +151,15 @@ def _run(
     extra: Mapping[str, Any],
 ) -> dict[str, Any]:
     """Plan for inference, run the child; its events by name."""
-    hardware = folder.read_hardware()
+    hardware, shape = folder.read_hardware(), folder.shape()
     budget = ram_bytes or folder.read_plan().budget_bytes
     own = max(hardware.parent_baseline_bytes, process_memory().peak + RESERVE)
     base = own + hardware.child_baseline_bytes
     if ids:
-        base += TOKENIZER_FACTOR * (folder.model / "tokenizer.json").stat().st_size
+        base += tokenizer_bytes(folder.model, shape)
     costs = Costs.of(hardware, DTYPES[head.numerics.precision].compute, hardware.disks[0])
-    plan = inference_plan(
-        folder.shape(), head.numerics, costs, budget, base, head.layout.chunk_bytes, mean_length, rows, positions
-    )
+    chunk = head.layout.chunk_bytes
+    plan = inference_plan(shape, head.numerics, costs, budget, base, chunk, mean_length, rows, positions)
     request = Request(
         work=work,  # type: ignore[arg-type]
         folder=str(folder.path),
@@ -162,7 +177,11 @@ def _run(
     variables = environment.of_child(
         OMP_NUM_THREADS=str(plan.numerics.threads), TOKENIZERS_PARALLELISM="false"
     )
-    run_child("packmule.train.child", request.model_dump_json(), lambda e: events.update({e["event"]: e}), variables)
+
+    def note(event: Mapping[str, Any]) -> None:
+        events[event["event"]] = dict(event)
+
+    run_child("packmule.train.child", request.model_dump_json(), note, variables)
     return events
 
 
@@ -174,10 +193,16 @@ def export(run: Path, output: Path, environment: Environment, dtype: str = "bflo
     """
     folder = RunFolder.open(run)
     _head(folder)
+    output = output.expanduser()
+    if output.suffix.lower() == ".gguf":
+        raise ConfigError(
+            f"{output}: writing .gguf files is not offered yet.",
+            "export a folder, which llama.cpp's convert_hf_to_gguf.py reads",
+        )
     if output.exists():
-        raise ConfigError(f"{output} exists already.", "give a new folder")
-    if dtype not in ("bfloat16", "float32"):
-        raise ConfigError(f"`--dtype` {dtype!r} is not offered.", "use bfloat16 or float32")
+        raise ConfigError(f"{output} exists already.", "name a folder that does not exist yet")
+    if dtype not in EXPORT_DTYPES:
+        raise ConfigError(f"`--dtype` {dtype!r} is not offered.", f"use {' or '.join(EXPORT_DTYPES)}")
     with StateReader.open(PosixDisk(), folder.state, checksum()) as reader:
         write_huggingface(
             output, folder.shape(), folder.model_config(), exporter(reader), dtype, folder.model  # type: ignore[arg-type]
@@ -187,6 +212,9 @@ def export(run: Path, output: Path, environment: Environment, dtype: str = "bflo
 
 def verify(run: Path, environment: Environment) -> dict[str, Any]:
     """Check the state of a run and its snapshots against their checksums.
+
+    Returns:
+        by folder name: step and checked_bytes.
 
     Raises:
         DamagedFile: names block, plane and chunk of the first damage.
@@ -202,32 +230,32 @@ def verify(run: Path, environment: Environment) -> dict[str, Any]:
         if verdict.damage:
             more = f" (and {len(verdict.damage) - 1} more)" if len(verdict.damage) > 1 else ""
             raise DamagedFile(
-                f"{verdict.damage[0]}{more}", "train again with the same command: it goes back to the newest snapshot"
+                f"{verdict.damage[0]}{more}",
+                "train again with the same command: it goes back to the newest snapshot",
             )
-        found[path.name] = f"step {verdict.step}, {format_bytes(verdict.checked_bytes)} checked, no damage"
+        found[path.name] = {"step": verdict.step, "checked_bytes": verdict.checked_bytes}
     return found
 
 
 def info(path: Path, environment: Environment) -> dict[str, Any]:
-    """What a run, snapshot or model is.
+    """What a run, snapshot or model is, as plain values by name.
 
     Raises:
         ConfigError: it is none of them.
     """
-    from packmule.train.launch import shape_of
-
     path = path.expanduser()
-    if (path / "config.yaml").exists() or (path / "HEAD.json").exists():
+    if (path / "config.yaml").exists() or (path / HEAD_NAME).exists():
         return _run_info(RunFolder.open(path))
-    shape = shape_of(path)
-    return {"kind": "model", "parameters": f"{shape.numel:,}", **_shape_info(shape)}
+    return {"kind": "model", "path": str(path), **_shape_info(shape_of(path))}
 
 
-def _shape_info(shape: Any) -> dict[str, Any]:
+def _shape_info(shape: ModelShape) -> dict[str, Any]:
     return {
+        "parameters": shape.numel,
         "layers": shape.layers,
         "hidden": shape.hidden,
-        "heads": f"{shape.heads} ({shape.kv_heads} key/value)",
+        "heads": shape.heads,
+        "key/value heads": shape.kv_heads,
         "feed-forward": shape.ffn,
         "vocabulary": shape.vocab,
         "tied": shape.tied,
@@ -236,33 +264,38 @@ def _shape_info(shape: Any) -> dict[str, Any]:
 
 
 def _run_info(folder: RunFolder) -> dict[str, Any]:
-    head = read_head(PosixDisk(), folder.state, checksum())
-    found: dict[str, Any] = {"kind": "run", "folder": str(folder.path)}
-    shape = folder.shape()
-    found |= {"parameters": f"{shape.numel:,}", **_shape_info(shape)}
-    if head is not None:
-        numerics = head.numerics
-        found |= {
-            "step": f"{head.step} of {numerics.schedule.total_steps}",
-            "target tokens seen": f"{head.tokens:,}",
-            "precision": numerics.precision,
-            "micro-batches": "+".join(str(n) for n in numerics.micro_rows),
-        }
-    log = read_log(folder.log)
+    disk, crc = PosixDisk(), checksum()
+    snapshot = folder.state.name.startswith("checkpoint-")
+    found: dict[str, Any] = {"kind": "snapshot" if snapshot else "run", "path": str(folder.state)}
+    if (folder.model / "config.json").exists():
+        found |= _shape_info(folder.shape())
+    head = read_head(disk, folder.state, crc)
+    if head is None:
+        return {**found, "step": None}
+    numerics = head.numerics
+    found |= {
+        "step": head.step,
+        "total steps": numerics.schedule.total_steps,
+        "target tokens seen": head.tokens,
+        "precision": numerics.precision,
+        "micro-batches": list(numerics.micro_rows),
+    }
+    log = [entry for entry in read_log(folder.log) if entry["step"] <= head.step]
     losses = [entry for entry in log if "train/loss" in entry]
-    evaluations = [entry for entry in log if "eval/loss" in entry]
     if losses:
-        found["last loss"] = f"{losses[-1]['train/loss']:.4f} at step {losses[-1]['step']}"
-    if evaluations:
-        found["held-out perplexity"] = ", ".join(
-            f"{entry['eval/perplexity']:.3f} at step {entry['step']}" for entry in evaluations
-        )
-    found["snapshots"] = ", ".join(p.name for p in snapshots(PosixDisk(), folder.state, checksum())) or "none"
+        found["last loss"] = losses[-1]["train/loss"]
+    found["held-out perplexity"] = {
+        f"step {entry['step']}": entry["eval/perplexity"] for entry in log if "eval/perplexity" in entry
+    }
+    if not snapshot:
+        found["snapshots"] = [path.name for path in snapshots(disk, folder.state, crc)]
     return found
 
 
 def _head(folder: RunFolder) -> Head:
     head = folder.head()
     if head is None:
-        raise ConfigError(f"{folder.state} has no commit yet.", "let `packmule train` get past loading")
+        raise ConfigError(
+            f"{folder.state} has no commit yet.", "run `packmule train` until it has loaded the model"
+        )
     return head

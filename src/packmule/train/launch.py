@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,28 +12,31 @@ from packmule.checkpoint.head import Head
 from packmule.checkpoint.lock import RunLock
 from packmule.data.prepare import PrepareReport, PrepareRequest
 from packmule.errors import ConfigError, DamagedFile, DiskError
-from packmule.plan.explain import explain
+from packmule.plan.explain import tables
 from packmule.plan.search import Found, search
 from packmule.plan.situation import Situation
-from packmule.probe import load as load_hardware
-from packmule.shapes.model import ModelShape
+from packmule.plan.table import Table
 from packmule.spec.environment import Environment
-from packmule.spec.hardware import Hardware
 from packmule.spec.job import Job, changed_promises
 from packmule.spec.plan import Numerics, Plan
 from packmule.spec.units import format_bytes
-from packmule.train.folder import RunFolder
+from packmule.train.folder import RunFolder, read_log
 from packmule.train.memory import process_memory
 from packmule.train.messages import Request
 from packmule.train.show import Show
-from packmule.train.situation import make_numerics, make_situation, total_steps
+from packmule.train.situation import (
+    check_paths,
+    hardware_of,
+    make_numerics,
+    make_situation,
+    ram_budget,
+    refuse_unoffered,
+    shape_of,
+    tokenizer_bytes,
+    total_steps,
+    with_own_memory,
+)
 from packmule.train.watch import run_child
-
-RESERVE = 8 << 20
-"""What this process may still grow by while it watches."""
-
-TOKENIZER_FACTOR = 16
-"""Resident bytes of a loaded tokenizer per byte of its tokenizer.json (M: SmolLM2's 3.5 MB)."""
 
 Progress = Callable[[str, float], None]
 
@@ -47,15 +49,17 @@ class Planned:
         plan: the plan chosen.
         found: the search it came from.
         situation: what it was asked.
+        steps: of the run, where the job says it without looking at data.
     """
 
     plan: Plan
     found: Found
     situation: Situation
+    steps: int | None
 
-    def explain(self) -> str:
-        """Why this plan, as text."""
-        return explain(self.situation, self.found)
+    def tables(self) -> list[Table]:
+        """What the plan is, and why."""
+        return tables(self.situation, self.found, self.steps)
 
     def write(self, path: str) -> None:
         """The plan as JSON.
@@ -66,7 +70,9 @@ class Planned:
         try:
             Path(path).write_text(self.plan.to_json(), encoding="utf-8")
         except OSError as error:
-            raise DiskError(f"{path} cannot be written: {error.strerror}.", "choose another --output") from None
+            raise DiskError(
+                f"{path} cannot be written: {error.strerror}.", "choose another --output"
+            ) from None
 
 
 def make_plan(job: Job, environment: Environment, progress: Progress) -> Planned:
@@ -75,13 +81,21 @@ def make_plan(job: Job, environment: Environment, progress: Progress) -> Planned
     Raises:
         PackmuleError: see the parts; DoesNotFit when nothing fits.
     """
-    hardware = _hardware(job, environment, progress)
+    refuse_unoffered(job)
     shape = shape_of(Path(job.model.path).expanduser())
+    hardware = hardware_of(job, environment, progress)
     numerics = make_numerics(job, hardware, total_steps(job, None))
-    positions = 0 if job.train.sample_prompt is None else 64 + job.train.sample_tokens
-    situation = make_situation(job, shape, hardware, _budget(job, hardware), None, numerics, False, positions)
-    found = search(_with_own_memory(situation, 0))
-    return Planned(found.plan, found, situation)
+    prompt = job.train.sample_prompt
+    positions = 0
+    if prompt is not None:
+        # A token is a byte at least.
+        positions = min(len(prompt.encode()) + 1 + job.train.sample_tokens, shape.max_positions)
+    situation = make_situation(
+        job, shape, hardware, ram_budget(job, hardware), None, numerics, False, positions
+    )
+    tokenizer = tokenizer_bytes(Path(job.model.path).expanduser(), shape) if positions else 0
+    found = search(with_own_memory(situation, tokenizer))
+    return Planned(found.plan, found, situation, job.train.max_steps)
 
 
 def train(job: Job, environment: Environment, renumber: bool, quiet: bool, json_lines: bool) -> int:
@@ -93,11 +107,16 @@ def train(job: Job, environment: Environment, renumber: bool, quiet: bool, json_
     Raises:
         PackmuleError: see the parts.
     """
+    refuse_unoffered(job)
     folder = RunFolder.of(job)
+    if not folder.config.exists():
+        check_paths(job)
     folder.make()
     show = Show(quiet=quiet, json_lines=json_lines, color=not environment.no_color)
     with RunLock(folder.path) as lock, show:
         run = _Start(job, environment, folder, show, renumber)
+        if run.complete():
+            return 0
         request = run.prepare()
         show.phase("start")
         run_child(
@@ -126,14 +145,28 @@ class _Start:
         self._report: dict[str, Any] = {}
         self._measured: dict[str, Any] = {}
         self._peak = 0
+        self._head = self._find_head()
+
+    def complete(self) -> bool:
+        """Whether there is nothing left to do; says so."""
+        head, folder = self._head, self.folder
+        if head is None or not folder.final.exists():
+            return False
+        total = head.numerics.schedule.total_steps
+        log = read_log(folder.log)
+        if head.step < total or not any(entry["step"] == total for entry in log):
+            return False
+        self.show.complete(total, folder.final, log)
+        return True
 
     def prepare(self) -> Request:
         """Everything up to the child's start."""
         job, folder, show = self.job, self.folder, self.show
-        head = self._head()
-        hardware = _hardware(job, self.environment, show.fraction)
+        head = self._head
+        hardware = hardware_of(job, self.environment, show.fraction)
         show.machine(hardware)
         report = self._prepare_data()
+        show.data(report)
         shape = folder.shape()
         steps = total_steps(job, report)
         numerics = make_numerics(job, hardware, steps)
@@ -141,11 +174,11 @@ class _Start:
             numerics = self._numerics_of(head, numerics)
         positions = len(report.sample_ids) + job.train.sample_tokens if report.sample_ids else 0
         situation = make_situation(
-            job, shape, hardware, _budget(job, hardware), report, numerics,
+            job, shape, hardware, ram_budget(job, hardware), report, numerics,
             head is not None and not self.renumber, min(positions, shape.max_positions),
         )  # fmt: skip
-        tokenizer = self._tokenizer_bytes() if positions else 0
-        situation = _with_own_memory(situation, tokenizer)
+        tokenizer = tokenizer_bytes(folder.model, shape) if positions else 0
+        situation = with_own_memory(situation, tokenizer)
         show.phase("plan")
         found = search(situation)
         self.plan = found.plan
@@ -153,13 +186,13 @@ class _Start:
         folder.write(folder.config, job.to_yaml())
         folder.write(folder.plan, self.plan.to_json())
         folder.write(folder.probe, hardware.to_json())
-        show.plan(situation, found, report, head.step if head else 0)
+        show.plan(situation, found, head.step if head else 0, steps, job.train.sample_prompt or "")
         return Request(
             work="train",
             folder=str(folder.path),
             state=str(folder.state),
             data=str(folder.data),
-            ram_bytes=situation.budget_bytes - own_memory(situation.hardware),
+            ram_bytes=situation.budget_bytes - situation.hardware.parent_baseline_bytes,
             total_steps=steps,
             sample_ids=report.sample_ids,
             positions=situation.sample_tokens,
@@ -167,7 +200,7 @@ class _Start:
             mean_length=situation.mean_length,
         )
 
-    def _head(self) -> Head | None:
+    def _find_head(self) -> Head | None:
         """The commit to resume from, after checking that this job may."""
         job, folder = self.job, self.folder
         known = folder.config.exists()
@@ -183,17 +216,12 @@ class _Start:
                 f"{folder.path} holds a run at step {head.step}, and resume is `never`.",
                 "use another --output-dir, or --resume auto to carry on",
             )
-        if job.checkpoint.resume not in ("auto", "never"):
-            raise ConfigError(
-                f"`checkpoint.resume` = {job.checkpoint.resume!r}: starting from another folder is not offered.",
-                "use `auto`: the output folder's own last commit is resumed",
-            )
         if known and head is not None:
             changed = changed_promises(folder.job(), job)
             if changed:
                 raise ConfigError(
-                    f"{folder.path} holds a run of another job: {'; '.join(changed)}.",
-                    "restore these values to carry on, or use another --output-dir",
+                    f"{folder.path} holds a run that promised otherwise: {'; '.join(changed)}.",
+                    "restore what it was to carry on, or start another run with another --output-dir",
                 )
         return head
 
@@ -204,7 +232,16 @@ class _Start:
             return fresh
         changed = [
             f"{key} was {getattr(kept, key)!r}, is {getattr(fresh, key)!r}"
-            for key in ("precision", "threads", "kernels", "torch", "cpu_features", "clip", "optimizer", "schedule")
+            for key in (
+                "precision",
+                "threads",
+                "kernels",
+                "torch",
+                "cpu_features",
+                "clip",
+                "optimizer",
+                "schedule",
+            )
             if getattr(kept, key) != getattr(fresh, key)
         ]
         if changed:
@@ -231,9 +268,6 @@ class _Start:
             "packmule.data.prepare", request.model_dump_json(), self.on_event, self.environment.of_child()
         )
         return PrepareReport.parse(self._report, "data preparation")
-
-    def _tokenizer_bytes(self) -> int:
-        return TOKENIZER_FACTOR * (self.folder.model / "tokenizer.json").stat().st_size
 
     def _check_disk(self, situation: Situation, head: Head | None) -> None:
         """Refuse before step 1 what would fill the disk later."""
@@ -277,7 +311,9 @@ class _Start:
         }
         record = {"format": 1, "budget_bytes": self.plan.budget_bytes, "terms": rows}
         self.folder.write(self.folder.report, json.dumps(record, indent=2) + "\n")
-        self.show.comparison(self.plan.budget_bytes, rows)
+        steps = int(measured.get("steps", 0))
+        log = read_log(self.folder.log)
+        self.show.comparison(self.plan.budget_bytes, rows, steps, self.folder.final, log)
 
 
 REPORTED = (
@@ -293,80 +329,8 @@ REPORTED = (
 """Terms of a prediction that a run measures."""
 
 
-def own_memory(hardware: Hardware) -> int:
-    """What the parent takes of the budget: measured, as the planner counted it."""
-    return hardware.parent_baseline_bytes
-
-
-def _with_own_memory(situation: Situation, tokenizer: int) -> Situation:
-    """Count this very process instead of the probe's stand-in, and the child's tokenizer."""
-    from dataclasses import replace
-
-    hardware = situation.hardware
-    own = max(hardware.parent_baseline_bytes, process_memory().peak + RESERVE)
-    changed = hardware.model_copy(
-        update={
-            "parent_baseline_bytes": own,
-            "child_baseline_bytes": hardware.child_baseline_bytes + tokenizer,
-        }
-    )
-    return replace(situation, hardware=changed)
-
-
-def _hardware(job: Job, environment: Environment, progress: Progress) -> Hardware:
-    threads = None if job.hardware.threads == "auto" else int(job.hardware.threads)
-    disk = job.hardware.disk_path or job.train.output_dir
-    return load_hardware(
-        environment.cache / "probe.json", Path(disk).expanduser().absolute(), threads=threads, progress=progress
-    )
-
-
-def _budget(job: Job, hardware: Hardware) -> int:
-    """The budget asked for, or what is available now.
-
-    Raises:
-        ConfigError: more than the machine has.
-    """
-    available = hardware.ram_available_bytes
-    if job.hardware.ram == "auto":
-        return int(available * 0.9)
-    asked = int(job.hardware.ram)
-    if asked > hardware.ram_total_bytes:
-        raise ConfigError(
-            f"`hardware.ram` = {format_bytes(asked)} is more than this machine has "
-            f"({format_bytes(hardware.ram_total_bytes)}, of which {format_bytes(available)} are available).",
-            f"use at most {format_bytes(available)}",
-        )
-    if asked > available:
-        print(
-            f"note: only {format_bytes(available)} of RAM are available now ({hardware.ram_limit_source}), "
-            f"less than the budget of {format_bytes(asked)}",
-            file=sys.stderr,
-        )
-    return asked
-
-
 def _child_variables(environment: Environment, plan: Plan) -> dict[str, str]:
     # Passive: a spinning OpenMP worker would take a core from our own pool between two matmuls.
     return environment.of_child(
         OMP_NUM_THREADS=str(plan.numerics.threads), OMP_WAIT_POLICY="passive", TOKENIZERS_PARALLELISM="false"
     )
-
-
-def shape_of(model: Path) -> ModelShape:
-    """The architecture of a model that is not prepared yet."""
-    from packmule.data.gguf import read_gguf
-    from packmule.data.gguf_config import gguf_config
-
-    if model.is_dir():
-        path = model / "config.json"
-        try:
-            config = json.loads(path.read_text(encoding="utf-8"))
-        except FileNotFoundError:
-            raise ConfigError(f"{model} has no config.json.", "give a Hugging Face folder or a .gguf file") from None
-        except (OSError, ValueError) as error:
-            raise ConfigError(f"{path} cannot be read: {error}.", "restore it") from None
-        return ModelShape.from_config(config, str(path))
-    if not model.exists():
-        raise ConfigError(f"model {model} does not exist.", "give a Hugging Face folder or a .gguf file")
-    return ModelShape.from_config(gguf_config(read_gguf(model)), str(model))

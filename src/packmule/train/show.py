@@ -5,15 +5,20 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
-from packmule.plan.explain import explain
+from packmule.plan.explain import tables as plan_tables
+from packmule.plan.table import Table
 from packmule.probe import explain as explain_hardware
 from packmule.spec.units import format_bytes, format_seconds
+from packmule.train.memory import process_memory
+from packmule.train.tables import print_tables, wrapped
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from packmule.data.prepare import PrepareReport
     from packmule.plan.search import Found
     from packmule.plan.situation import Situation
@@ -22,7 +27,13 @@ if TYPE_CHECKING:
 LINE_SECONDS = 5.0
 """Least time between two progress lines where there is no terminal to redraw."""
 
-_LABELS = {
+SMOOTH = 0.2
+"""Weight of the newest step in the step time that tokens/s and ETA are made of."""
+
+HIDDEN = ("report", "progress", "end")
+"""Events of children that `--json` does not pass on."""
+
+LABELS = {
     "step_seconds": "step",
     "compute_seconds": "compute",
     "update_seconds": "update",
@@ -51,31 +62,20 @@ class Show:
         self._console = Console(stderr=json_lines, no_color=not color, highlight=False, soft_wrap=True)
         self._live = self._console.is_terminal and not quiet and not json_lines
         self._bar: Any = None
-        self._task: Any = None
         self._phase = ""
         self._budget = 0
         self._total = 0
+        self._prompt = ""
         self._step_seconds = 0.0
         self._last_line = 0.0
-        self._evaluations: list[tuple[int, float]] = []
-        self._samples: list[tuple[int, str]] = []
+        self._first = True
 
     def __enter__(self) -> Self:
         if self._live:
-            from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+            from packmule.train.bar import Bar
 
-            self._bar = Progress(
-                SpinnerColumn(),
-                TextColumn("{task.description}"),
-                BarColumn(bar_width=24),
-                TextColumn("{task.fields[text]}"),
-                TimeElapsedColumn(),
-                console=self._console,
-                transient=True,
-                refresh_per_second=4,
-            )
+            self._bar = Bar(self._console)
             self._bar.start()
-            self._task = self._bar.add_task("start", total=None, text="")
         return self
 
     def __exit__(
@@ -90,7 +90,7 @@ class Show:
         """Progress of the probe."""
         self.phase(f"probe: {doing}")
         if self._bar is not None:
-            self._bar.update(self._task, total=1.0, completed=fraction)
+            self._bar.show(done=fraction, total=1.0)
 
     def phase(self, name: str) -> None:
         """A new phase begins."""
@@ -98,41 +98,61 @@ class Show:
             return
         self._phase = name
         if self._bar is not None:
-            self._bar.update(self._task, description=name, total=None, completed=0, text="")
+            self._bar.phase(name)
 
     def machine(self, hardware: Hardware) -> None:
         """What was measured."""
-        if not self._json:
-            self._rows("machine", explain_hardware(hardware))
+        if self._json:
+            self._emit({"event": "machine", "hardware": hardware.model_dump(mode="json")})
+        else:
+            self._tables([Table("machine", tuple(explain_hardware(hardware)))])
 
-    def plan(self, situation: Situation, found: Found, report: PrepareReport, step: int) -> None:
-        """What will be done."""
-        self._budget = situation.budget_bytes
+    def data(self, report: PrepareReport) -> None:
+        """What was prepared."""
+        if self._json:
+            self._emit({"event": "data", "report": report.model_dump(mode="json")})
+            return
+        train, held_out = report.train, report.validation
+        fill = f"{report.train_fill_percent:.1f} % full"
+        rows = [
+            ("documents", f"{report.documents:,}, {report.tokens:,} tokens"),
+            ("training rows", f"{train.rows:,} of at most {train.max_seq_length} tokens, {fill}"),
+            ("held out", f"{held_out.rows:,} rows, for validation" if held_out else "nothing"),
+        ]
+        if train.documents_cut:
+            rows.insert(2, ("cut", f"{train.documents_cut:,} documents longer than a row, into pieces"))
+        self._tables([Table("data", tuple(rows))])
+
+    def plan(self, situation: Situation, found: Found, step: int, total: int, prompt: str) -> None:
+        """What will be done.
+
+        Args:
+            step: where the run stands.
+            prompt: what samples continue; may be empty.
+        """
+        self._budget, self._total, self._prompt = situation.budget_bytes, total, prompt
         if self._json:
             self._emit({"event": "plan", "plan": found.plan.model_dump(mode="json"), "step": step})
             return
-        if self._quiet:
+        self._tables(plan_tables(situation, found, total - step))
+        if not self._quiet:
+            self._print()
+            self._print(f"resuming after step {step} of {total}" if step else f"starting: {total} steps")
+
+    def complete(self, step: int, final: Path, log: Iterable[Mapping[str, Any]]) -> None:
+        """Nothing is left to do."""
+        if self._json:
+            self._emit({"event": "complete", "step": step, "path": str(final)})
             return
-        train = report.train
-        self._rows(
-            "data",
-            [
-                ("documents", f"{report.documents:,}, {report.tokens:,} tokens"),
-                ("rows", f"{train.rows:,} of at most {train.max_seq_length} tokens, {report.train_fill_percent:.1f} % full"),
-                ("cut", f"{train.documents_cut:,} documents longer than a row were cut into pieces"),
-                ("validation", f"{report.validation.rows:,} rows" if report.validation else "none"),
-            ],
-        )
-        self._print(explain(situation, found))
-        if step:
-            self._print(f"resuming after step {step}")
+        self._print(f"The run is complete: all {step} steps are done. Nothing to do.")
+        self._results(final, log)
 
     # The child's events
 
     def event(self, event: Mapping[str, Any]) -> None:
         """One event of a child."""
         if self._json:
-            if event["event"] not in ("report", "progress"):
+            if event["event"] not in HIDDEN:
                 self._emit(event)
             return
         handler = getattr(self, f"_on_{event['event']}", None)
@@ -152,87 +172,110 @@ class Show:
     def _on_progress(self, event: Mapping[str, Any]) -> None:
         self.phase(event["phase"])
         if self._bar is not None:
-            text = self._memory(event)
-            self._bar.update(self._task, total=event["total"], completed=event["done"], text=text)
+            self._bar.show(done=event["done"], total=event["total"], below=self._memory(event))
 
     def _on_step(self, event: Mapping[str, Any]) -> None:
         step, seconds = event["step"], event["seconds"]
         self.phase("train")
-        self._step_seconds = seconds if not self._step_seconds else 0.8 * self._step_seconds + 0.2 * seconds
+        before = self._step_seconds or seconds
+        self._step_seconds = (1 - SMOOTH) * before + SMOOTH * seconds
         left = format_seconds((self._total - step) * self._step_seconds)
-        text = (
-            f"step {step}/{self._total}  loss {event['loss']:.4f}  {event['tokens'] / seconds:,.0f} tokens/s  "
-            f"{self._memory(event)}  ETA {left}"
-        )
+        where = f"step {step}/{self._total}"
+        speed = f"{event['tokens'] / self._step_seconds:,.0f} tokens/s"
+        numbers = f"loss {event['loss']:.4f}  {speed}  {self._memory(event)}"
         if self._bar is not None:
-            self._bar.update(self._task, total=self._total, completed=step, text=text)
+            self._bar.show(done=step, total=self._total, beside=f"{where}  ETA {left}", below=numbers)
             return
         now = time.monotonic()
         if not self._quiet and (now - self._last_line > LINE_SECONDS or step in (1, self._total)):
             self._last_line = now
-            self._print(text)
+            self._print(f"{where}  {numbers}" + (f"  ETA {left}" if step < self._total else ""))
 
     def _on_evaluation(self, event: Mapping[str, Any]) -> None:
-        self._evaluations.append((event["step"], event["perplexity"]))
         self._print(
             f"step {event['step']}: held-out loss {event['loss']:.4f}, perplexity {event['perplexity']:.3f} "
             f"({format_seconds(event['seconds'])})"
         )
 
     def _on_sample(self, event: Mapping[str, Any]) -> None:
-        self._samples.append((event["step"], event["text"]))
-        self._print(f"step {event['step']}: sample\n{_indented(event['text'])}")
+        self._print(f'step {event["step"]}: the model continues "{self._prompt}"')
+        for line in wrapped(event["text"], self._console, "  | "):
+            self._print(line)
 
     def _on_snapshot(self, event: Mapping[str, Any]) -> None:
-        self._print(f"step {event['step']}: snapshot {event['path']}")
-
-    def _on_export(self, event: Mapping[str, Any]) -> None:
-        self._print(f"exported {event['path']} (Hugging Face format)")
+        self._print(f"step {event['step']}: full copy in {event['path']}")
 
     def _memory(self, event: Mapping[str, Any]) -> str:
         if "resident_bytes" not in event:
             return ""
-        from packmule.train.memory import process_memory
-
         own = process_memory()
         now = format_bytes(event["resident_bytes"] + own.resident)
         peak = format_bytes(event["peak_bytes"] + own.peak)
-        return f"RAM {now}, peak {peak} of {format_bytes(self._budget)}"
+        return f"RAM {now} now, {peak} peak, {format_bytes(self._budget)} budget"
 
     # Afterwards
 
-    def comparison(self, budget: int, terms: Mapping[str, Mapping[str, float]]) -> None:
-        """Predicted, measured, error."""
+    def comparison(
+        self,
+        budget: int,
+        terms: Mapping[str, Mapping[str, float]],
+        steps: int,
+        final: Path,
+        log: Sequence[Mapping[str, Any]],
+    ) -> None:
+        """Predicted, measured, error; then what the run came to.
+
+        Args:
+            terms: by name of spec.plan.Predicted: "predicted" and "measured".
+            steps: how many were measured.
+            log: of the whole run.
+        """
         if self._json:
             self._emit({"event": "report", "budget_bytes": budget, "terms": terms})
             return
-        rows = [("", "predicted", "measured", "error")]
+        rows = []
         for key, pair in terms.items():
             predicted, measured = float(pair["predicted"]), float(pair["measured"])
             form = format_seconds if key.endswith("seconds") else format_bytes
-            error = f"{predicted / measured - 1:+.1%}" if measured else ""
-            rows.append((_LABELS[key], form(predicted), form(measured), error))
-        for label, *values in rows:
-            self._print(f"  {label:<18}" + "".join(f"{value:>12}" for value in values))
-        if len(self._evaluations) > 1:
-            (first, before), (last, after) = self._evaluations[0], self._evaluations[-1]
-            self._print(f"held-out perplexity {before:.3f} at step {first}, {after:.3f} at step {last}")
+            error = f"{predicted / measured - 1:+.1%}" if measured else "-"
+            rows.append((LABELS[key], form(predicted), form(measured), error))
+        title = f"predicted and measured, over {steps} steps" if steps > 1 else "predicted and measured"
+        note = "error: how much of the measured value the prediction is too high (+) or too low (-)"
+        header = ("", "predicted", "measured", "error")
+        self._tables([Table(title, tuple(rows), header, frozenset({1, 2, 3}), (note,))], always=True)
+        self._results(final, log)
+
+    def _results(self, final: Path, log: Iterable[Mapping[str, Any]]) -> None:
+        """Perplexity before and after, and where the model is."""
+        found = [entry for entry in log if "eval/perplexity" in entry]
+        rows = [("model", f"{final} (Hugging Face format)")]
+        if len(found) > 1:
+            first, last = found[0], found[-1]
+            rows.insert(
+                0,
+                (
+                    "held-out perplexity",
+                    f"{first['eval/perplexity']:.3f} at step {first['step']}, "
+                    f"{last['eval/perplexity']:.3f} at step {last['step']}",
+                ),
+            )
+        self._tables([Table("result", tuple(rows))], always=True)
 
     # Output
 
-    def _rows(self, title: str, rows: list[tuple[str, str]]) -> None:
-        if self._quiet or self._json:
+    def _tables(self, tables: list[Table], always: bool = False) -> None:
+        if self._json or (self._quiet and not always):
             return
-        self._print("\n".join([title, *(f"  {label:<18}{value}" for label, value in rows)]))
+        if not self._first:
+            self._print()
+        self._first = False
+        print_tables(self._console, tables)
 
-    def _print(self, text: str) -> None:
+    def _print(self, text: str = "") -> None:
+        self._first = False
         self._console.print(text, markup=False)
 
     @staticmethod
     def _emit(event: Mapping[str, Any]) -> None:
         sys.stdout.write(json.dumps(dict(event)) + "\n")
         sys.stdout.flush()
-
-
-def _indented(text: str) -> str:
-    return "\n".join(f"  | {line}" for line in text.splitlines())

@@ -1,20 +1,42 @@
-"""From a job, a model and prepared data to a planning problem. No torch."""
+"""From a job, a model, a machine and prepared data to a planning problem. No torch."""
 
 from __future__ import annotations
 
+import json
 import math
+import sys
+from collections.abc import Callable
+from dataclasses import replace
 from importlib.metadata import version
+from pathlib import Path
 
 from packmule.data.prepare import PrepareReport
+from packmule.data.sources import find_files
 from packmule.errors import ConfigError, DataError
 from packmule.graph.costs import Costs
 from packmule.kernels import native
 from packmule.plan.situation import Situation
+from packmule.probe import load as load_hardware
 from packmule.shapes.bodies import DTYPES
 from packmule.shapes.model import ModelShape
+from packmule.spec.environment import Environment
 from packmule.spec.hardware import Hardware
 from packmule.spec.job import Job
 from packmule.spec.plan import CheckpointPlan, Numerics, OptimizerNumerics, ScheduleNumerics
+from packmule.spec.units import format_bytes
+from packmule.train.memory import process_memory
+
+RESERVE = 8 << 20
+"""What the parent may still grow by while it watches."""
+
+TOKENIZER_FACTOR = 16
+"""Resident bytes of a loaded tokenizer per byte of its tokenizer.json (M: SmolLM2's 3.5 MB)."""
+
+TOKENIZER_JSON_BYTES = 48
+"""Bytes of tokenizer.json per token, where there is no such file yet (M: SmolLM2's has 32)."""
+
+UNKNOWN_EVALUATION_ROWS = 8
+"""Validation rows while planning, where neither job nor data say."""
 
 UNKNOWN_MEAN_LENGTH_SHARE = 0.5
 """Without data, documents are taken to be half a row long on average."""
@@ -100,10 +122,15 @@ def make_situation(
             f"use at most {shape.max_positions}",
         )
     if report is not None and report.train.targets == 0:
-        raise DataError("The data has no token to predict: every document is a single token.", "use longer texts")
+        raise DataError(
+            "The data has no token to predict: every document is a single token.", "use longer texts"
+        )
     mean = length * UNKNOWN_MEAN_LENGTH_SHARE if report is None else report.train.mean_length_by_token
     train, checkpoint = job.train, job.checkpoint
-    validation = 0 if report is None or report.validation is None else report.validation.rows
+    if report is None:
+        validation = (train.eval_rows or UNKNOWN_EVALUATION_ROWS) if job.data.val_size else 0
+    else:
+        validation = 0 if report.validation is None else report.validation.rows
     return Situation(
         shape=shape,
         hardware=hardware,
@@ -127,3 +154,115 @@ def make_situation(
         disk_free_bytes=hardware.disks[0].free_bytes,
         total_steps=numerics.schedule.total_steps,
     )
+
+
+def hardware_of(job: Job, environment: Environment, progress: Callable[[str, float], None]) -> Hardware:
+    """The machine as measured, with the job's threads and disk.
+
+    Raises:
+        PackmuleError: as packmule.probe.load.
+    """
+    threads = None if job.hardware.threads == "auto" else int(job.hardware.threads)
+    disk = job.hardware.disk_path or job.train.output_dir
+    return load_hardware(
+        environment.cache / "probe.json",
+        Path(disk).expanduser().absolute(),
+        threads=threads,
+        progress=progress,
+    )
+
+
+def ram_budget(job: Job, hardware: Hardware) -> int:
+    """The budget asked for, or what is available now.
+
+    Raises:
+        ConfigError: more than the machine has.
+    """
+    available = hardware.ram_available_bytes
+    if job.hardware.ram == "auto":
+        return int(available * 0.9)
+    asked = int(job.hardware.ram)
+    if asked > hardware.ram_total_bytes:
+        raise ConfigError(
+            f"`hardware.ram` = {format_bytes(asked)} is more than this machine has "
+            f"({format_bytes(hardware.ram_total_bytes)}, of which {format_bytes(available)} are available).",
+            f"use at most {format_bytes(available)}",
+        )
+    if asked > available:
+        print(
+            f"note: only {format_bytes(available)} of RAM are available now ({hardware.ram_limit_source}), "
+            f"less than the budget of {format_bytes(asked)}",
+            file=sys.stderr,
+        )
+    return asked
+
+
+def with_own_memory(situation: Situation, tokenizer: int) -> Situation:
+    """Count this very process instead of the probe's stand-in, and the child's tokenizer."""
+    hardware = situation.hardware
+    own = max(hardware.parent_baseline_bytes, process_memory().peak + RESERVE)
+    changed = hardware.model_copy(
+        update={
+            "parent_baseline_bytes": own,
+            "child_baseline_bytes": hardware.child_baseline_bytes + tokenizer,
+        }
+    )
+    return replace(situation, hardware=changed)
+
+
+def shape_of(model: Path) -> ModelShape:
+    """The architecture of a model that is not prepared yet."""
+    from packmule.data.gguf import read_gguf
+    from packmule.data.gguf_config import gguf_config
+
+    if model.is_dir():
+        path = model / "config.json"
+        try:
+            config = json.loads(path.read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            raise ConfigError(
+                f"{model} has no config.json.", "give a Hugging Face folder or a .gguf file"
+            ) from None
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"{path} cannot be read: {error}.", "restore it") from None
+        return ModelShape.from_config(config, str(path))
+    if not model.exists():
+        raise ConfigError(f"model {model} does not exist.", "give a Hugging Face folder or a .gguf file")
+    return ModelShape.from_config(gguf_config(read_gguf(model)), str(model))
+
+
+def tokenizer_bytes(model: Path, shape: ModelShape) -> int:
+    """Resident bytes of a model's tokenizer; a bound where the model is not prepared yet."""
+    path = model / "tokenizer.json"
+    size = path.stat().st_size if path.exists() else shape.vocab * TOKENIZER_JSON_BYTES
+    return TOKENIZER_FACTOR * size
+
+
+def refuse_unoffered(job: Job) -> None:
+    """Refuse what a job may say but no run does yet.
+
+    Raises:
+        ConfigError: names the key.
+    """
+    if job.data.val_path is not None:
+        raise ConfigError(
+            "`data.val_path` is not offered yet.",
+            "hold data out with `data.val_size`, a share or a number of documents",
+        )
+    if job.checkpoint.resume not in ("auto", "never"):
+        raise ConfigError(
+            f"`checkpoint.resume` = {job.checkpoint.resume!r}: starting from another folder is not offered.",
+            "use `auto`, which carries on from the output folder's last commit, or `never`",
+        )
+
+
+def check_paths(job: Job) -> None:
+    """Refuse a fresh run whose model or data are not there, before its folder is made.
+
+    Raises:
+        ConfigError, DataError: names the path.
+    """
+    model = Path(job.model.path).expanduser()
+    if not model.exists():
+        raise ConfigError(f"model {model} does not exist.", "give a Hugging Face folder or a .gguf file")
+    find_files(job.data.path)
