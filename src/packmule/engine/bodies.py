@@ -13,7 +13,7 @@ from dataclasses import replace
 from torch import Tensor
 
 from packmule.engine.program import Range, Task
-from packmule.engine.runtime import Runtime, Specs
+from packmule.engine.runtime import Runtime, Specs, StepState
 from packmule.errors import RunFailed
 from packmule.graph.kinds import BufferKind, TaskKind, Tier
 from packmule.models import decode, llama
@@ -198,16 +198,26 @@ def head_decode(runtime: Runtime, task: Task) -> None:
 
 
 def norm(runtime: Runtime, task: Task) -> None:
-    views = _gradients(runtime, task, task.block)
-    runtime.state.norms[task.block] = [runtime.kernels.sum_squares(views[e.name]) for e in runtime.plane_layouts[task.block].entries]
+    """The block's sums of squares go to its buffer, float64 in parameter order, and are reported."""
+    views, entries = _gradients(runtime, task, task.block), runtime.plane_layouts[task.block].entries
+    found = _norms(runtime, task, task.block)
+    for index, entry in enumerate(entries):
+        found[index] = runtime.kernels.sum_squares(views[entry.name])
+    runtime.state.norms[task.block] = found.tolist()
 
 
 def clip(runtime: Runtime, task: Task) -> None:
     """The factor goes to its buffer: float64, first 8 bytes."""
     limit = runtime.model.plan.numerics.clip
-    total = math.sqrt(runtime.state.square)
+    norms = {block.index: _norms(runtime, task, block.index).tolist() for block in runtime.model.blocks}
+    total = math.sqrt(StepState(norms=norms).square)
     factor = 1.0 if limit is None else min(1.0, limit / (total + CLIP_EPS))
     _tensor(runtime, task.get(BufferKind.SCALE, -1).offset, 1, "float64").fill_(factor)
+
+
+def _norms(runtime: Runtime, task: Task, block: int) -> Tensor:
+    count = len(runtime.plane_layouts[block].entries)
+    return _tensor(runtime, task.get(BufferKind.NORMS, block).offset, count, "float64")
 
 
 def _segments(entries: tuple[Entry, ...], start: int, size: int) -> Iterator[tuple[Entry, int, int]]:
