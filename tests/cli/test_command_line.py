@@ -253,6 +253,9 @@ LOADED = "import json, sys; print(json.dumps(sorted({name.split('.')[0] for name
         ("main(['plan', '--help'])", {"torch", "numpy", "pydantic", "yaml", "rich", "transformers"}),
         ("main(['plan', 'nosuch.yaml'])", {"torch", "transformers"}),
         ("import packmule.spec.job, packmule.spec.plan", {"torch", "transformers"}),
+        ("import packmule.train.launch", {"torch", "transformers"}),
+        ("import packmule.train.commands", {"torch", "transformers"}),
+        ("import packmule.train.child", {"torch", "transformers"}),
     ],
 )
 def test_what_needs_no_torch_loads_none(program: str, absent: set[str]) -> None:

@@ -30,11 +30,27 @@ TORCH_FREE = (
     "tiers",
     "checkpoint",
     "cli",
+    "train.bar",
+    "train.commands",
+    "train.folder",
+    "train.journal",
     "train.launch",
+    "train.memory",
+    "train.messages",
+    "train.show",
+    "train.situation",
+    "train.start",
+    "train.tables",
+    "train.transfer",
+    "train.watch",
+    "train.child",
     "models.weights",
     "errors",
 )
-"""What the parent of a run loads: torch may be imported inside their functions only."""
+"""What the parent of a run loads: torch may be imported inside their functions only. train.child is
+started as a process, and tunes malloc before it imports torch."""
+
+CHILD = "packmule.train.child"
 
 TORCH_FREE_PACKAGES = ("", "models", "train")
 """Of these the __init__ only: it runs when a torch-free module in them is imported."""
@@ -214,6 +230,18 @@ def eager_torch(module: Module, names: frozenset[str] = NAMES) -> list[str]:
     return broken
 
 
+def child_only(module: Module, names: frozenset[str] = NAMES) -> list[str]:
+    """What of train is not torch-free is imported by the child and its like only, not even in functions
+    elsewhere; and nobody imports the child."""
+    inside = module.name == CHILD or (module.part == "train" and not torch_free(module.name))
+    return [
+        f"{module.name}:{found.line} imports {target}"
+        for found in imports(module)
+        for target in targets(found, names)
+        if target == CHILD or (target.startswith("packmule.train.") and not torch_free(target) and not inside)
+    ]
+
+
 def unfinished(module: Module) -> list[str]:
     marks = re.compile(r"\b(?:TODO|FIXME|XXX)\b")
     lines = enumerate(module.text.splitlines(), 1)
@@ -251,6 +279,7 @@ RULES = (
     global_statements,
     environment_reads,
     eager_torch,
+    child_only,
     unfinished,
     undocumented,
     unsafe,
@@ -290,6 +319,10 @@ BREAKERS = (
     (eager_torch, "packmule.checkpoint.x", "from packmule.kernels.reference import TorchKernels"),
     (eager_torch, "packmule.cli.x", "from packmule.kernels import reference"),
     (eager_torch, "packmule.train.launch", "from packmule.engine import executor"),
+    (eager_torch, "packmule.train.child", "from packmule.train.loop import Loop"),
+    (child_only, "packmule.train.launch", "def f():\n    from packmule.train.loop import Loop"),
+    (child_only, "packmule.cli.x", "from packmule.train import reading"),
+    (child_only, "packmule.train.launch", "from packmule.train import child"),
     (unfinished, "packmule.graph.x", "def f():\n    raise NotImplementedError"),
     (unfinished, "packmule.graph.x", "a = 1  # TO" + "DO: more"),
     (undocumented, "packmule.graph.x", "a = 1"),
@@ -320,6 +353,8 @@ GOOD = (
     (eager_torch, "packmule.data.x", "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import torch"),
     (eager_torch, "packmule.engine.x", "import torch"),
     (environment_reads, "packmule.spec.environment", "import os\nos.environ"),
+    (child_only, "packmule.train.child", "def f():\n    from packmule.train.loop import Loop"),
+    (child_only, "packmule.train.loop", "from packmule.train.measured import Measured"),
 )
 
 
@@ -349,3 +384,9 @@ def test_imports_have_no_cycles() -> None:
         graphlib.TopologicalSorter(edges).prepare()
     except graphlib.CycleError as error:
         pytest.fail(" -> ".join(error.args[1]))
+
+
+def test_the_childs_modules_are_not_torch_free() -> None:
+    for name in ("loop", "reading", "setup"):
+        assert f"packmule.train.{name}" in NAMES
+        assert not torch_free(f"packmule.train.{name}")

@@ -45,7 +45,7 @@ def inference_plan(
                         "loss_chunk": min(numerics.loss_chunk, rows * numerics.max_seq_length),
                     }
                 ),
-                placement=Placement(state="disk", weights=weights),  # type: ignore[arg-type]
+                placement=Placement(state="disk", weights=weights),
                 order="breadth",
                 recompute=(True,) * shape.layers,
                 update="after-backward",
@@ -68,9 +68,10 @@ def inference_plan(
             if best is None or seconds < best[0]:
                 best = seconds, plan
     if best is None:
+        needed, enough = format_bytes(least or 0), format_bytes((least or 0) * 1.01).replace(" ", "")
         raise DoesNotFit(
-            f"This needs at least {format_bytes(least or 0)} of RAM; the budget is {format_bytes(budget_bytes)}.",
-            f"--ram {format_bytes((least or 0) * 1.01).replace(' ', '')}, or fewer rows or tokens",
+            f"This needs at least {needed} of RAM; the budget is {format_bytes(budget_bytes)}.",
+            f"--ram {enough} is enough" + ("; a shorter text needs less" if positions else ""),
         )
     return best[1]
 
