@@ -30,12 +30,14 @@ def same_bits(ours: list[dict[str, torch.Tensor]], theirs: list[dict[str, torch.
 def test_logits_loss_and_every_gradient_equal_transformers(
     kernels: Kernels, rng: random.Random, precision: str, tied: bool, grouped: bool
 ) -> None:
-    shape, limit = random_shape(rng, tied, grouped), TOLERANCE[precision]
-    model = PlainModel(shape, precision, rng.randrange(2**31), kernels)
+    shape, limit, seed = random_shape(rng, tied, grouped), TOLERANCE[precision], rng.randrange(2**31)
+    model = PlainModel(shape, precision, seed, kernels)
     documents = random_documents(rng, shape, LENGTHS)
     batch = pack(documents)
     loss, grads = plain_step(model, [batch], chunk=rng.randint(5, 600))
     expected_loss, expected, logits = oracle_step(model, documents)
+    # float32 is not exact on either side: the oracle's own error comes on top of the limit.
+    _, exact, _ = oracle_step(PlainModel(shape, "fp64", seed, kernels), documents)
     assert loss == pytest.approx(expected_loss, rel=limit)
     ours = plain_logits(model, batch).split(batch.lengths)
     for mine, theirs in zip(ours, logits, strict=True):
@@ -44,7 +46,7 @@ def test_logits_loss_and_every_gradient_equal_transformers(
     for block, named in zip(model.blocks, expected, strict=True):
         for name, grad in named.items():
             mine = grads[block.index][name]
-            assert relative(mine, grad) < limit, (block.name, name)
+            assert relative(mine, grad) < limit + relative(grad, exact[block.index][name]), (block.name, name)
             assert float((mine - grad).abs().max()) < limit, (block.name, name)
 
 
@@ -98,10 +100,11 @@ def test_loss_chunks_agree_in_float64(kernels: Kernels, rng: random.Random) -> N
 
 
 @pytest.mark.parametrize("tied", (False, True))
-def test_bf16_gradients_stay_within_six_percent_of_fp32(
+def test_bf16_gradients_stay_within_five_percent_of_fp32(
     kernels: Kernels, rng: random.Random, tied: bool
 ) -> None:
-    """bf16 keeps 8 bits: every rounding is up to 0.4 %, and a few dozen add up, norm-wise."""
+    """bf16 keeps 8 bits: a rounding is up to 0.4 %, and a few dozen add up, norm-wise over the whole
+    gradient; single tensors of a dozen elements scatter more."""
     shape, seed = random_shape(rng, tied, grouped=True), rng.randrange(2**31)
     low, high = (PlainModel(shape, p, seed, kernels) for p in ("bf16-mixed", "fp32"))
     batches = [pack(random_documents(rng, shape, lengths)) for lengths in ((140, 20), (77,))]
@@ -111,7 +114,12 @@ def test_bf16_gradients_stay_within_six_percent_of_fp32(
     for named, theirs in zip(low_grads, grads, strict=True):
         for name in named:
             assert named[name].dtype == torch.float32
-            assert 1e-4 < relative(named[name], theirs[name]) < 6e-2, name
+            assert 1e-4 < relative(named[name], theirs[name]) < 0.2, name
+    whole, expected = (
+        torch.cat([grad.flatten() for named in all_grads for grad in named.values()])
+        for all_grads in (low_grads, grads)
+    )
+    assert relative(whole, expected) < 5e-2
 
 
 @pytest.mark.parametrize("precision", ("fp32", "bf16-mixed"))
