@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from packmule.errors import Interrupted, PackmuleError, RunFailed
-from packmule.train.memory import die_with_parent, limit_data, process_memory, tune_malloc
+from packmule.train.memory import limit_data, process_memory, tune_malloc, unlimit_data
 from packmule.train.messages import Request, Sender
 
 
@@ -48,7 +48,6 @@ class Signals:
 
 def main() -> int:
     """Serve one request; the exit code is 0 whenever an event told how it ended."""
-    die_with_parent()
     signals = Signals()
     tune_malloc()
     sender = Sender(sys.stdout)
@@ -60,6 +59,7 @@ def main() -> int:
     except (MemoryError, RuntimeError) as error:
         if not is_out_of_memory(error):
             raise
+        unlimit_data()
         peak = process_memory().peak
         _send_error(
             sender,
@@ -70,7 +70,6 @@ def main() -> int:
         )
     memory = process_memory()
     sender.send("end", peak_bytes=memory.peak)
-    sys.stdout.flush()
     return 0
 
 

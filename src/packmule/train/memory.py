@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import os
 import resource
 from dataclasses import dataclass
 from pathlib import Path
@@ -69,9 +70,22 @@ def limit_data(allowed: int) -> bool:
     return True
 
 
-def die_with_parent() -> None:
-    """Get SIGTERM when the parent process ends (Linux; elsewhere nothing happens)."""
+def unlimit_data() -> None:
+    """Take `limit_data` back, so that a process that hit its limit can still say so."""
+    _, hard = resource.getrlimit(resource.RLIMIT_DATA)
+    resource.setrlimit(resource.RLIMIT_DATA, (hard, hard))
+
+
+def die_with_parent(parent: int) -> None:
+    """Get SIGTERM when the parent process ends (Linux; elsewhere nothing happens).
+
+    Args:
+        parent: its process id; if it has ended already, this process ends here.
+    """
     try:
         ctypes.CDLL(None).prctl(1, 15, 0, 0, 0)  # PR_SET_PDEATHSIG, SIGTERM
     except (AttributeError, OSError):
-        pass
+        return
+    # It may have ended before the call, and then no signal comes.
+    if os.getppid() != parent:
+        os._exit(1)

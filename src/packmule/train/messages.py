@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from typing import Any, Literal, TextIO
 
@@ -48,9 +49,10 @@ class Sender:
         self._stream = stream
 
     def send(self, event: str, **fields: Any) -> None:
-        """Send now."""
-        self._stream.write(json.dumps({"event": event, **fields}) + "\n")
-        self._stream.flush()
+        """Send now. Nothing happens where the parent is gone: the child still has state to commit."""
+        with contextlib.suppress(BrokenPipeError):
+            self._stream.write(json.dumps({"event": event, **fields}) + "\n")
+            self._stream.flush()
 
 
 def parse_event(line: str) -> dict[str, Any] | None:
