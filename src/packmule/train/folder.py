@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from packmule.checkpoint.head import HEAD_NAME, Head, read_head
-from packmule.errors import ConfigError, DiskError
+from packmule.data.files import disk_errors
+from packmule.errors import ConfigError, DamagedFile, DiskError
 from packmule.kernels import checksum
 from packmule.shapes.model import ModelShape
 from packmule.spec.hardware import Hardware
@@ -149,6 +149,10 @@ def _read_job(path: Path) -> Job:
 def _text(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise DamagedFile(
+            f"{path} is damaged: {error.reason} at byte {error.start:,}.", "restore it"
+        ) from None
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error.strerror}.", "give the folder of a run") from None
 
@@ -159,31 +163,79 @@ class Log:
     Args:
         path: the file.
         step: entries of later steps are dropped (they were not committed).
+
+    Raises:
+        DiskError: it cannot be read or written.
     """
 
     def __init__(self, path: Path, step: int) -> None:
         self.path = path
-        kept = [line for entry, line in _entries(path) if entry.get("step", 0) <= step]
-        replace_file(PosixDisk(), path, "".join(kept).encode())
+        self._step = step
+        found, self._damaged = _entries(path)
+        kept = [(entry, line) for entry, line in found if entry["step"] <= step]
+        self._last = max((entry["step"] for entry, _ in kept if "train/loss" in entry), default=0)
+        self._known = {(entry["step"], key) for entry, _ in kept for key in entry}
+        replace_file(PosixDisk(), path, b"".join(line for _, line in kept))
+
+    def notes(self, every: int) -> list[str]:
+        """What is wrong with the entries of committed steps, as sentences.
+
+        Args:
+            every: steps between two entries.
+        """
+        found = []
+        if self._damaged:
+            found.append(f"{self.path}: {self._damaged} damaged lines were dropped.")
+        if self._last + every <= self._step:
+            found.append(f"{self.path}: the entries of steps {self._last + 1} to {self._step} are lost.")
+        return found
+
+    def has(self, step: int, key: str) -> bool:
+        """Whether an entry of a step has a key."""
+        return (step, key) in self._known
 
     def write(self, entry: dict[str, Any]) -> None:
-        """Append one entry."""
-        with self.path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(entry) + "\n")
+        """Append one entry.
+
+        Raises:
+            DiskError: the disk is full; a half-written line is dropped at resume.
+        """
+        line = (json.dumps(entry) + "\n").encode()
+        with disk_errors(self.path), self.path.open("ab", buffering=0) as file:
+            done = 0
+            while done < len(line):
+                done += file.write(line[done:])
+        self._known |= {(entry["step"], key) for key in entry}
+
+    def sync(self) -> None:
+        """Make all entries durable."""
+        PosixDisk().sync_file(self.path)
 
 
 def read_log(path: Path) -> list[dict[str, Any]]:
-    """All entries of a log."""
-    return [entry for entry, _ in _entries(path)]
+    """All entries of a log that can be read."""
+    return [entry for entry, _ in _entries(path)[0]]
 
 
-def _entries(path: Path) -> Iterable[tuple[dict[str, Any], str]]:
+def _entries(path: Path) -> tuple[list[tuple[dict[str, Any], bytes]], int]:
+    """(entry, line) for each whole line, and how many lines are none."""
     if not path.exists():
-        return
-    for line in path.read_text(encoding="utf-8").splitlines(keepends=True):
-        try:
-            entry = json.loads(line)
-        except ValueError:
-            continue  # the last line of a killed process
-        if isinstance(entry, dict) and line.endswith("\n"):
-            yield entry, line
+        return [], 0
+    found, damaged = [], 0
+    lines = PosixDisk().read_bytes(path).split(b"\n")
+    # After the last line break comes nothing, or what a process that was killed had written.
+    for line in lines[:-1]:
+        entry = _entry(line)
+        if entry is None:
+            damaged += 1
+        else:
+            found.append((entry, line + b"\n"))
+    return found, damaged
+
+
+def _entry(line: bytes) -> dict[str, Any] | None:
+    try:
+        entry = json.loads(line)
+    except ValueError:
+        return None
+    return entry if isinstance(entry, dict) and isinstance(entry.get("step"), int) else None

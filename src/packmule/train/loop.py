@@ -5,14 +5,15 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 from packmule.checkpoint.head import Head, Progress
-from packmule.checkpoint.snapshots import newest, restore, rotate, snapshot
+from packmule.checkpoint.snapshots import newest, restore, rotate, snapshot, snapshot_path, snapshots
 from packmule.data.batches import Batches
 from packmule.data.prepare import open_data
 from packmule.data.tokenizer import TextTokenizer
-from packmule.engine.engine import Engine, Needs, StepResult
+from packmule.engine.engine import Engine, Needs
 from packmule.engine.executor import Stopped
 from packmule.errors import DamagedFile
 from packmule.graph.model import PlannedModel
@@ -23,7 +24,8 @@ from packmule.optim.schedules import learning_rate
 from packmule.spec.batch import Batch
 from packmule.spec.job import job_hash
 from packmule.tiers.disk import PosixDisk, aligned_buffer
-from packmule.train.folder import Log, RunFolder, read_log
+from packmule.train.folder import Log, RunFolder
+from packmule.train.journal import JournaledStore
 from packmule.train.measured import Measured
 from packmule.train.memory import process_memory
 from packmule.train.messages import Request, Sender
@@ -32,6 +34,17 @@ from packmule.train.transfer import exporter, import_weights
 
 PROGRESS_SECONDS = 0.2
 """Least time between two progress events of one phase."""
+
+
+@dataclass(frozen=True)
+class _Entry:
+    """What is known of a step's log entry when the step begins."""
+
+    step: int
+    rate: float
+    tokens: int
+    rows: tuple[int, ...]
+    began: float
 
 
 class Loop:
@@ -54,7 +67,7 @@ class Loop:
         self.shape = folder.shape()
         self.disk = PosixDisk()
         self.kernels = make_kernels(self.plan)
-        self.store = make_store(self.disk, folder, self.shape, self.plan, self.kernels)
+        self.store = self._make_store()
         data = open_data(folder.data)
         self.rows = Batches(data.store, data.train, self.plan.numerics.seed)
         self.validation = None if data.validation is None else Batches(data.store, data.validation, 0)
@@ -62,7 +75,25 @@ class Loop:
         self.tokens = 0
         self.step = 0
         self.measured = Measured()
+        self._log: Log | None = None
+        self._entry: _Entry | None = None
         self._sent = 0.0
+
+    def _make_store(self) -> JournaledStore:
+        store = make_store(self.disk, self.folder, self.shape, self.plan, self.kernels)
+        return JournaledStore(store, self._before_commit)
+
+    @property
+    def log(self) -> Log:
+        """The run's log, from where the commit is on."""
+        if self._log is None:
+            raise RuntimeError("the log is opened when the state is loaded")
+        return self._log
+
+    @property
+    def _commits_every_step(self) -> bool:
+        """Whether leaving everything at once loses no more than the newest step."""
+        return self.plan.placement.state == "disk" and self.plan.checkpoint.commit_steps == 1
 
     # Before step 1
 
@@ -93,7 +124,7 @@ class Loop:
             raise damage
         self.sender.send("note", text=f"{damage.cause} Going back to {found.name}.")
         self.store.close()
-        self.store = make_store(self.disk, self.folder, self.shape, self.plan, self.kernels)
+        self.store = self._make_store()
         head = restore(self.store, found, aligned_buffer(64 << 20), self._report("restore"))
         self.step, self.tokens = head.step, head.tokens
         return head
@@ -150,30 +181,41 @@ class Loop:
             self._restore(damage)
             self.engine.runtime.store = self.store
             self.engine.load(self.signals)
+        self._open_log()
         total = self.request.total_steps
-        evaluated = {entry["step"] for entry in read_log(self.folder.log) if "eval/loss" in entry}
-        self.log = Log(self.folder.log, self.step)
         self.sender.send("start", step=self.step, total=total, **self._memory())
-        if self.step == 0 and 0 not in evaluated:
-            self._look()
+        self._look_and_save(total)  # what a stop after the last commit left out
         while self.step < total:
             self._train_step(total)
-            every = self.job.train.eval_steps
-            if every and self.step % every == 0 and self.step < total:
-                self._look()
-            save = self.plan.checkpoint.snapshot_steps
-            if save and self.step % save == 0:
-                self._snapshot()
-        self.engine.settle(self._progress(self.step), self.signals)
-        if total not in evaluated or total == 0:
-            self._look()
+            self._look_and_save(total)
+        self._settle()
+        self._look()
         self._export()
         self.sender.send("done", step=self.step, measured=self.measured.summary(), **self._memory())
 
+    def _open_log(self) -> None:
+        self._log = Log(self.folder.log, self.step)
+        for text in self._log.notes(self.job.logging.logging_steps):
+            self.sender.send("note", text=text)
+
+    def _look_and_save(self, total: int) -> None:
+        """Whatever is due at this step besides training, unless it is there already."""
+        step, every = self.step, self.job.train.eval_steps
+        if step < total and (step == 0 or (every and step % every == 0)):
+            self._look()
+        save = self.plan.checkpoint.snapshot_steps
+        if save and step and step % save == 0:
+            self._snapshot()
+
+    def _settle(self) -> None:
+        """Commit all steps. A signal cuts this short only where that loses no more than a step."""
+        stopping = self.signals if self._commits_every_step else None
+        self.engine.settle(self._progress(self.step), stopping)
+        self.signals.check()
+
     def _train_step(self, total: int) -> None:
-        numerics, step = self.plan.numerics, self.step
+        numerics, step, began = self.plan.numerics, self.step, time.monotonic()
         self.sender.send("phase", name="step")
-        began = time.monotonic()
         ids = self.rows.row_ids(step, numerics.rows)
         batches, start = [], 0
         for count in numerics.micro_rows:
@@ -183,11 +225,13 @@ class Loop:
         rate = learning_rate(numerics.schedule, step)
         self.tokens += targets
         commit = (step + 1) % self.plan.checkpoint.commit_steps == 0 or step + 1 == total
+        self._entry = _Entry(step + 1, rate, self.tokens, ids, began)
         try:
             result = self.engine.step(
                 batches, targets, Update(step + 1, rate), self._progress(step + 1), commit, stopping=self._stop_now
             )
         except Stopped:
+            self._entry = None
             self.tokens -= targets
             # Nothing of this step has touched the state: what came before it can be kept.
             if self.engine.clean:
@@ -196,7 +240,17 @@ class Loop:
         self.step = step + 1
         seconds = time.monotonic() - began
         self.measured.add(result, seconds)
-        self._log_step(result, rate, ids, seconds, sum(batch.tokens for batch in batches))
+        self._write_entry(result.loss, result.grad_norm)
+        self.sender.send(
+            "step",
+            step=self.step,
+            loss=result.loss,
+            learning_rate=rate,
+            grad_norm=result.grad_norm,
+            seconds=seconds,
+            tokens=sum(batch.tokens for batch in batches),
+            **self._memory(),
+        )
         if self.signals():
             self.engine.settle(self._progress(self.step))
             raise self.signals.error()
@@ -205,38 +259,41 @@ class Loop:
         """A step is left at once where that loses no more than this step; else it is finished."""
         if not self.signals():
             return False
-        every_step = self.plan.placement.state == "disk" and self.plan.checkpoint.commit_steps == 1
-        return every_step or self.engine.clean
+        return self._commits_every_step or self.engine.clean
 
-    def _log_step(
-        self, result: StepResult, rate: float, ids: tuple[int, ...], seconds: float, tokens: int
-    ) -> None:
-        entry = {
-            "step": self.step,
-            "train/loss": result.loss,
-            "train/learning_rate": rate,
-            "train/grad_norm": result.grad_norm,
-            "tokens": self.tokens,
-            "seconds": round(seconds, 4),
-            "rows": list(ids),
-        }
-        if self.step % self.job.logging.logging_steps == 0 or self.step == 1:
-            self.log.write(entry)
-        self.sender.send(
-            "step",
-            step=self.step,
-            loss=result.loss,
-            learning_rate=rate,
-            grad_norm=result.grad_norm,
-            seconds=seconds,
-            tokens=tokens,
-            **self._memory(),
+    def _before_commit(self, progress: Progress) -> None:
+        """The log holds every step of a commit before there is the commit."""
+        entry, state = self._entry, None if self._log is None else self.engine.runtime.state
+        if entry is not None and state is not None and entry.step == progress.step:
+            total = 0.0  # as Engine.step adds it up, to the bit
+            for micro in sorted(state.losses):
+                total += state.losses[micro][0]
+            self._write_entry(total * state.scale, math.sqrt(state.square))
+        if self._log is not None:
+            self._log.sync()
+
+    def _write_entry(self, loss: float, grad_norm: float) -> None:
+        """Log the step under way, once."""
+        entry, self._entry = self._entry, None
+        if entry is None or (entry.step % self.job.logging.logging_steps and entry.step != 1):
+            return
+        self.log.write(
+            {
+                "step": entry.step,
+                "train/loss": loss,
+                "train/learning_rate": entry.rate,
+                "train/grad_norm": grad_norm,
+                "tokens": entry.tokens,
+                "seconds": round(time.monotonic() - entry.began, 4),
+                "rows": list(entry.rows),
+            }
         )
 
     def _look(self) -> None:
-        """Evaluate and sample, with nothing pending."""
-        self.engine.settle(self._progress(self.step), self.signals)
-        if self.validation is not None and self.request.evaluation_rows:
+        """Evaluate and sample, with nothing pending, unless the log has it."""
+        self._settle()
+        evaluates = self.validation is not None and self.request.evaluation_rows
+        if evaluates and not self.log.has(self.step, "eval/loss"):
             self.sender.send("phase", name="evaluation")
             began = time.monotonic()
             total, count = self.engine.evaluate(self._validation_batches(), self.signals)
@@ -251,7 +308,7 @@ class Loop:
                 seconds=time.monotonic() - began,
                 **self._memory(),
             )
-        if self.tokenizer is not None:
+        if self.tokenizer is not None and not self.log.has(self.step, "sample"):
             self.sender.send("phase", name="sample")
             stop = frozenset((self.tokenizer.eos,))
             ids = list(self.engine.generate(self.request.sample_ids, stop, stopping=self.signals))
@@ -272,10 +329,13 @@ class Loop:
             yield batches
 
     def _snapshot(self) -> None:
+        checksum = self.kernels.crc32c
+        if snapshot_path(self.folder.state, self.step) in snapshots(self.disk, self.folder.state, checksum):
+            return
         self.sender.send("phase", name="snapshot")
-        self.engine.settle(self._progress(self.step), self.signals)
+        self._settle()
         path = snapshot(self.store, aligned_buffer(self.store.layout.chunk_bytes), self._report("snapshot"))
-        rotate(self.disk, self.folder.state, self.plan.checkpoint.snapshots_kept, self.kernels.crc32c)
+        rotate(self.disk, self.folder.state, self.plan.checkpoint.snapshots_kept, checksum)
         self.sender.send("snapshot", step=self.step, path=str(path))
 
     def _export(self) -> None:
