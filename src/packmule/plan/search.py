@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from itertools import combinations
 
 from packmule.errors import DoesNotFit
 from packmule.graph.model import PLANES
@@ -20,8 +21,20 @@ SIMULATIONS = 16
 SHOWN = 3
 """Plans that are worked out in full: the fastest and its runners-up."""
 
+FEW = 4
+"""Candidates simulated for each change that a refusal tries."""
+
+WAYS = 3
+"""Ways out that a refusal names at most."""
+
+SHORTEST = 32
+"""Rows are not proposed to be shorter than this."""
+
 HARD_TO_HIDE = 0.25
 """Share of the disk's time that is taken to be exposed when candidates are ordered."""
+
+LEAN = 8
+"""Candidates of the least bound that are worked out to find the least that is really needed."""
 
 UNBOUNDED = 1 << 50
 """A budget that is none."""
@@ -163,7 +176,7 @@ def leanest(situation: Situation) -> tuple[Plan, int]:
         key=lambda item: item[:2],
     )
     best: tuple[Plan, int] | None = None
-    for _, _, plan in ranked[:24]:
+    for _, _, plan in ranked[:LEAN]:
         predicted = predict(situation, plan)
         if best is None or predicted.peak_ram_bytes < best[1]:
             best = plan, predicted.peak_ram_bytes
@@ -176,26 +189,36 @@ def leanest(situation: Situation) -> tuple[Plan, int]:
 
 
 def _refusal(situation: Situation) -> DoesNotFit:
-    """How much is missing, and up to three changes that would fit."""
+    """How much is missing, and up to three changes that would fit: more memory, then others."""
     _, needed = leanest(situation)
-    ways = [f"--ram {format_bytes(_rounded(needed)).replace(' ', '')}"]
-    budget = situation.budget_bytes
-    wider = replace(situation, budget_bytes=_rounded(needed))
-    reference = _search(wider)
-    if reference and reference.plan.predicted:
-        ways[0] += f" ({format_seconds(reference.plan.predicted.step_seconds)} per step)"
-    for name, change in _changes(situation):
-        if len(ways) == 3:
+    ways = []
+    roomy = _search(replace(situation, budget_bytes=_rounded(needed)), FEW)
+    if roomy is not None:
+        ways.append(_way(f"--ram {format_bytes(_rounded(needed)).replace(' ', '')}", roomy))
+    changes = _changes(situation)
+    # Mild changes first, then two of them together.
+    for names in [*combinations(changes, 1), *combinations(changes, 2)]:
+        if len(ways) == WAYS:
             break
-        found = _search(change)
-        if found is not None and found.plan.predicted is not None:
-            ways.append(f"{name} ({format_seconds(found.plan.predicted.step_seconds)} per step)")
-    missing = format_bytes(needed - budget)
+        if any(name.split()[0] in " ".join(ways[1:]) for name in names):
+            continue  # a stronger form of a way already named
+        changed = situation
+        for name in names:
+            changed = changes[name](changed)
+        found = _search(changed, FEW)
+        if found is not None:
+            ways.append(_way(" ".join(names), found))
+    budget = situation.budget_bytes
     return DoesNotFit(
-        f"The job needs at least {format_bytes(needed)} of RAM, {missing} more than the budget of "
-        f"{format_bytes(budget)} (of which Python and torch take {format_bytes(baseline(situation))}).",
+        f"The job needs at least {format_bytes(needed)} of RAM, {format_bytes(needed - budget)} more than the "
+        f"budget of {format_bytes(budget)} (of which Python and torch take {format_bytes(baseline(situation))}).",
         "these would fit: " + "; ".join(ways),
     )
+
+
+def _way(name: str, found: Found) -> str:
+    predicted = found.plan.predicted
+    return name if predicted is None else f"{name} ({format_seconds(predicted.step_seconds)} per step)"
 
 
 def _rounded(size: int) -> int:
@@ -203,35 +226,35 @@ def _rounded(size: int) -> int:
     return -(-size // 10_000_000) * 10_000_000
 
 
-def _changes(situation: Situation) -> list[tuple[str, Situation]]:
-    """Changes to a job that cost something but save memory, mildest first."""
+def _changes(situation: Situation) -> dict[str, Callable[[Situation], Situation]]:
+    """Flags that change a job and save memory, mildest first; none when a run is resumed."""
     if situation.fixed:
-        return []
-    numerics = situation.numerics
-    found: list[tuple[str, Callable[[], Situation]]] = []
-    wishes = situation.wishes
+        return {}
+    numerics, wishes = situation.numerics, situation.wishes
     free = type(wishes)(ram=wishes.ram, disk_path=wishes.disk_path, threads=wishes.threads)
-    if free != wishes or situation.recompute is not None or situation.micro_rows or situation.update:
-        found.append(
-            (
-                "leave placement, recompute, update and micro-batch size `auto`",
-                lambda: replace(situation, wishes=free, recompute=None, micro_rows=None, update=None),
-            )
+    found: dict[str, Callable[[Situation], Situation]] = {}
+    if free != wishes:
+        found["--hardware.state auto --hardware.weights auto --hardware.gradients auto --hardware.inputs auto"] = (
+            lambda s: replace(s, wishes=free)
         )
+    if situation.recompute is False:
+        found["--recompute auto"] = lambda s: replace(s, recompute=None)
+    if situation.micro_rows is not None:
+        found["--micro-batch-size auto"] = lambda s: replace(s, micro_rows=None)
+    if situation.update is not None:
+        found["--update auto"] = lambda s: replace(s, update=None)
     if numerics.clip is not None:
-        found.append(
-            ("--max-grad-norm 0", lambda: replace(situation, numerics=numerics.model_copy(update={"clip": None})))
+        found["--max-grad-norm 0"] = lambda s: replace(s, numerics=s.numerics.model_copy(update={"clip": None}))
+    if numerics.precision == "fp32" and {"avx512_bf16", "amx_bf16"} & set(numerics.cpu_features):
+        found["--precision bf16-mixed"] = lambda s: replace(
+            s, numerics=s.numerics.model_copy(update={"precision": "bf16-mixed"})
         )
     for divisor in (2, 4, 8):
         length = numerics.max_seq_length // divisor
-        if length >= 32:
-            shorter = numerics.model_copy(update={"max_seq_length": length})
-            found.append(
-                (
-                    f"--max-seq-length {length}",
-                    lambda n=shorter, d=divisor: replace(
-                        situation, numerics=n, mean_length=situation.mean_length / d
-                    ),
-                )
+        if length >= SHORTEST:
+            found[f"--max-seq-length {length}"] = lambda s, n=length, d=divisor: replace(  # type: ignore[misc]
+                s,
+                numerics=s.numerics.model_copy(update={"max_seq_length": n}),
+                mean_length=s.mean_length / d,
             )
-    return [(name, make()) for name, make in found]
+    return found
