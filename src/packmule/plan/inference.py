@@ -8,6 +8,7 @@ from packmule.graph.kinds import Tier
 from packmule.graph.model import PlannedModel
 from packmule.graph.run import inference_graphs
 from packmule.graph.simulate import simulate
+from packmule.plan.outside import outside_bytes
 from packmule.shapes.model import ModelShape
 from packmule.spec.plan import CheckpointPlan, Io, Numerics, Placement, Plan
 from packmule.spec.units import format_bytes
@@ -56,8 +57,7 @@ def inference_plan(
                 PlannedModel(shape, plan), costs, mean_length, evaluation_rows, positions
             )
             arena = max(graph.extent(Tier.RAM) for graph in graphs.values())
-            outside = max(int(graph.workspace.max(initial=0)) for graph in graphs.values())
-            ram = baseline_bytes + arena + outside
+            ram = baseline_bytes + arena + outside_bytes(plan, graphs.values(), staging=0)
             least = ram if least is None else min(least, ram)
             if ram > budget_bytes:
                 continue

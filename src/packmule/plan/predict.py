@@ -11,12 +11,12 @@ from packmule.graph.simulate import simulate, times
 from packmule.graph.step import StepGraph
 from packmule.graph.traffic import is_io, traffic
 from packmule.graph.training import build_step
+from packmule.plan.outside import STAGING_BYTES as STAGING_BYTES
+from packmule.plan.outside import batch_bytes as batch_bytes
+from packmule.plan.outside import held_bytes, outside_bytes
 from packmule.plan.situation import Situation
 from packmule.spec.plan import PhaseMemory, Plan, Predicted
 from packmule.spec.timeline import Timeline
-
-STAGING_BYTES = 24 << 20
-"""Import and export hold at most this much outside the arena (one chunk and its conversions)."""
 
 PART_NAMES = {
     BufferKind.STATE: "state",
@@ -51,12 +51,6 @@ def baseline(situation: Situation) -> int:
     return situation.hardware.parent_baseline_bytes + situation.hardware.child_baseline_bytes
 
 
-def batch_bytes(plan: Plan) -> int:
-    """Token ids, targets, positions and RoPE tables of one step's micro-batches."""
-    tokens = sum(plan.numerics.micro_tokens)
-    return tokens * (8 + 8 + 4)
-
-
 def graphs(situation: Situation, plan: Plan) -> dict[str, StepGraph]:
     """Every graph that the run goes through, by name."""
     model = PlannedModel(situation.shape, plan)
@@ -67,11 +61,6 @@ def graphs(situation: Situation, plan: Plan) -> dict[str, StepGraph]:
         situation.evaluation_rows,
         situation.sample_tokens,
     )
-
-
-def workspace(graph: StepGraph) -> int:
-    """Most bytes any one task holds outside the arena."""
-    return int(graph.workspace.max(initial=0))
 
 
 def peak_parts(graph: StepGraph, timeline: Timeline) -> dict[str, int]:
@@ -100,7 +89,7 @@ def step_only(situation: Situation, plan: Plan) -> tuple[float, int]:
     graph = build_step(
         model, situation.costs, situation.mean_length, pending=plan.update == "on-fetch"
     )
-    ram = baseline(situation) + graph.extent(Tier.RAM) + workspace(graph) + batch_bytes(plan)
+    ram = baseline(situation) + graph.extent(Tier.RAM) + outside_bytes(plan, (graph,))
     return float(times(graph)[1].max(initial=0.0)), ram
 
 
@@ -111,7 +100,7 @@ def predict(situation: Situation, plan: Plan) -> Predicted:
     arena = max(graph.extent(Tier.RAM) for graph in every.values())
     disk = max(graph.extent(Tier.DISK) for graph in every.values())
     slots = 2 * max(graph.extent(Tier.SLOTS) for graph in every.values())
-    outside = max(STAGING_BYTES, *(workspace(graph) for graph in every.values())) + batch_bytes(plan)
+    held, outside = held_bytes(plan, every.values()), outside_bytes(plan, every.values())
     base = baseline(situation)
     # The arena is touched once and stays: every phase but the import has all of it resident.
     phases = []
@@ -121,11 +110,13 @@ def predict(situation: Situation, plan: Plan) -> Predicted:
             continue
         parts = peak_parts(every[name], timelines[name])
         used = sum(parts.values())
-        parts = {"baseline": base, **parts, "unused arena": max(0, arena - used), "workspace": outside}
+        parts = {"baseline": base, **parts, "unused arena": max(0, arena - used)}
+        parts |= {"compiled kernels and objects": held, "workspace": outside - held}
         phases.append(_phase(phase, parts, slots + disk))
     loading = next(phase for phase in phases if phase.phase == "load")
     phases.append(loading.model_copy(update={"phase": "resume"}))
-    export = {"baseline": base, "unused arena": arena, "workspace": outside}
+    export = {"baseline": base, "unused arena": arena}
+    export |= {"compiled kernels and objects": held, "workspace": outside - held}
     phases.append(_phase("export", export, slots + disk + 4 * situation.shape.numel))
     step, timeline = every["step"], timelines["step"]
     return _times(plan, step, timeline, timelines, base + arena + outside, tuple(phases))

@@ -3,7 +3,7 @@
 Run as `python -m packmule.probe.torch_child [--threads N] [--seconds S] [--ram-bytes B]`; prints
 one JSON line. Memory first, while the process is fresh; then speed.
 
-    baseline_bytes             VmHWM after the imports, one matmul per dtype, one attention
+    baseline_bytes             of a training child after the bodies of a tiny layer have run
     matmul                     by dtype, pairs of (size, FLOP/s)
     memory_bytes_per_second    a copy with all threads, bytes read + bytes written
     task_seconds               handing a task to another thread, running it, hearing back
@@ -12,18 +12,15 @@ one JSON line. Memory first, while the process is fresh; then speed.
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
+import os
 import queue
 import statistics
 import threading
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
-
-from packmule.probe.roots import peak_resident_bytes
-
-if TYPE_CHECKING:
-    import torch
+from typing import Any
 
 DTYPES = ("float32", "bfloat16", "float64")
 SIZES = (256, 512, 1024, 2048)
@@ -34,34 +31,12 @@ _ROUNDS = 2
 _TASKS = 300
 
 
-def baseline_bytes() -> int:
-    """VmHWM in bytes of a process that trains nothing yet, libraries loaded and warm.
+def baseline_bytes(threads: int) -> int:
+    """VmRSS in bytes of a training child that holds nothing of a model yet.
 
-    The tensors are small, so what is counted is code, thread pools and library state.
+    The child's own code says what that is; it lies above this package, so it is loaded by name.
     """
-    import numpy as np
-    import torch
-
-    import packmule.spec.hardware
-    import packmule.spec.plan
-    import packmule.spec.timeline  # noqa: F401
-
-    torch.from_numpy(np.zeros(16, dtype=np.float32)).sum()
-    for name in DTYPES:
-        dtype = getattr(torch, name)
-        a = torch.ones(256, 256, dtype=dtype)
-        torch.mm(a, a.T, out=torch.empty_like(a))
-        _attention(torch.ones(1, 2, 64, 32, dtype=dtype))
-    return peak_resident_bytes()
-
-
-def _attention(x: torch.Tensor) -> None:
-    """Causal attention forward and backward over x [1, A, N, D], without autograd, as the engine does."""
-    import torch
-
-    ops = torch.ops.aten
-    out, logsumexp = ops._scaled_dot_product_flash_attention_for_cpu(x, x, x, 0.0, True)
-    ops._scaled_dot_product_flash_attention_for_cpu_backward(x, x, x, x, out, logsumexp, 0.0, True)
+    return int(importlib.import_module("packmule.train.baseline").peak_bytes(threads))
 
 
 def matmul_points(
@@ -164,11 +139,12 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--largest", type=int, default=SIZES[-1], help="the largest matrix")
     options = parser.parse_args(arguments)
 
+    # First: it sets up malloc and libraries, which must happen before torch is imported.
+    baseline = baseline_bytes(options.threads or len(os.sched_getaffinity(0)))
     import torch
 
     if options.threads:
         torch.set_num_threads(options.threads)
-    baseline = baseline_bytes()
     torch.manual_seed(0)
     # Four matrices of the largest size may live at once (float32 before it is converted).
     sizes = tuple(n for n in SIZES if n <= options.largest and 4 * 8 * n * n <= options.ram_bytes)

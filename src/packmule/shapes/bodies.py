@@ -61,6 +61,13 @@ ATTENTION_ELEMENTS = 1 << 20
 KERNEL_WORKSPACE = 8 << 20
 """Most bytes that matrix products pack outside the arena, in any body (measured: up to 5 MiB)."""
 
+PRIMITIVES_KEPT = 32
+"""Compiled matrix products that oneDNN keeps (bfloat16 only: float32 and float64 go to MKL). A
+layer needs about twenty; fewer than that, and each layer compiles its own again."""
+
+PRIMITIVE_BYTES = 850_000
+"""Resident bytes of one (measured: 0.6 MB of heap whatever its shape, and gaps between them)."""
+
 FLASH_LENGTH = 64
 """Longest document that torch's flash kernel takes (packmule.models.attention.choose)."""
 
@@ -194,6 +201,11 @@ def layer_workspace(shape: ModelShape, tokens: int, types: Dtypes) -> int:
     q, kv = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
     per_token = (q + 2 * kv) * ITEMSIZE[types.compute] + 2 * shape.heads * ITEMSIZE[types.statistic]
     return min(tokens, most) * per_token + KERNEL_WORKSPACE
+
+
+def compiled_bytes(types: Dtypes) -> int:
+    """Bytes of the compiled matrix products that a process comes to hold."""
+    return PRIMITIVES_KEPT * PRIMITIVE_BYTES if types.compute == "bfloat16" else 0
 
 
 def layer_flops(shape: ModelShape, tokens: int, mean_length: float) -> tuple[float, float]:

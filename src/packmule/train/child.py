@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from packmule.errors import Interrupted, PackmuleError, RunFailed
-from packmule.train.memory import limit_data, process_memory, tune_malloc, unlimit_data
+from packmule.shapes.bodies import PRIMITIVES_KEPT
+from packmule.train.memory import limit_data, process_memory, trim_malloc, tune_caches, tune_malloc, unlimit_data
 from packmule.train.messages import Request, Sender
 
 
@@ -50,6 +51,7 @@ def main() -> int:
     """Serve one request; the exit code is 0 whenever an event told how it ended."""
     signals = Signals()
     tune_malloc()
+    tune_caches(PRIMITIVES_KEPT)
     sender = Sender(sys.stdout)
     request = Request.parse_json(sys.stdin.readline(), "the request")
     try:
@@ -101,6 +103,7 @@ def _serve(request: Request, sender: Sender, signals: Signals) -> None:
 
         loop = Loop(request, folder, sender, signals)
         loop.prepare()
+        trim_malloc()  # what the import left
         loop.engine.arena.touch()
         limit_data(request.ram_bytes)
         loop.run()

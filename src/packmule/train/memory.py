@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import gc
 import os
 import resource
 from dataclasses import dataclass
@@ -10,6 +12,7 @@ from pathlib import Path
 
 _M_TRIM_THRESHOLD = -1
 _M_MMAP_MAX = -4
+_M_ARENA_MAX = -8
 _LARGEST = 2**31 - 1
 
 
@@ -48,7 +51,47 @@ def tune_malloc() -> bool:
         mallopt = ctypes.CDLL(None).mallopt
     except (AttributeError, OSError):
         return False
+    # One heap for all threads, so that what one frees another can use.
+    mallopt(_M_ARENA_MAX, 1)
     return bool(mallopt(_M_MMAP_MAX, 0) and mallopt(_M_TRIM_THRESHOLD, _LARGEST))
+
+
+_MALLINFO2 = ("arena", "ordblks", "smblks", "hblks", "hblkhd")
+_MALLINFO2 += ("usmblks", "fsmblks", "uordblks", "fordblks", "keepcost")
+
+
+class _Mallinfo2(ctypes.Structure):
+    _fields_ = tuple((name, ctypes.c_size_t) for name in _MALLINFO2)
+
+
+def heap_bytes() -> int:
+    """Bytes that malloc has handed out on its heap; 0 where the C library does not say."""
+    try:
+        mallinfo2 = ctypes.CDLL(None).mallinfo2
+    except (AttributeError, OSError):
+        return 0
+    mallinfo2.restype = _Mallinfo2
+    return int(mallinfo2().uordblks)
+
+
+def trim_malloc() -> None:
+    """Give the free memory that malloc keeps back to the system."""
+    gc.collect()
+    with contextlib.suppress(AttributeError, OSError):
+        ctypes.CDLL(None).malloc_trim(0)
+
+
+def tune_caches(primitives: int) -> None:
+    """Have oneDNN, and torch's layer over it, keep at most `primitives` compiled matrix products
+    each (M: 0.6 MB apiece, one per shape; 1024 by default, which a run with documents of many
+    lengths fills). Both read the C environment, once: call before torch is imported.
+    """
+    try:
+        setenv = ctypes.CDLL(None).setenv
+    except (AttributeError, OSError):
+        return
+    for name in (b"LRU_CACHE_CAPACITY", b"ONEDNN_PRIMITIVE_CACHE_CAPACITY"):
+        setenv(name, b"%d" % primitives, 1)
 
 
 def limit_data(allowed: int) -> bool:
