@@ -244,6 +244,10 @@ def info(path: Path, environment: Environment) -> dict[str, Any]:
         ConfigError: it is none of them.
     """
     path = path.expanduser()
+    if not path.exists():
+        raise ConfigError(
+            f"{path} does not exist.", "give a run, a checkpoint-N, a model folder or a .gguf file"
+        )
     if (path / "config.yaml").exists() or (path / HEAD_NAME).exists():
         return _run_info(RunFolder.open(path))
     return {"kind": "model", "path": str(path), **_shape_info(shape_of(path))}

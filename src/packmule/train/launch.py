@@ -25,7 +25,8 @@ from packmule.train.memory import process_memory
 from packmule.train.messages import Request
 from packmule.train.show import Show
 from packmule.train.situation import (
-    check_paths,
+    WATCH_BYTES,
+    check_inputs,
     hardware_of,
     make_numerics,
     make_situation,
@@ -98,6 +99,17 @@ def make_plan(job: Job, environment: Environment, progress: Progress) -> Planned
     return Planned(found.plan, found, situation, job.train.max_steps)
 
 
+def _search(situation: Situation, tokenizer: int) -> tuple[Situation, Found]:
+    """Search with this process's memory counted; once more should searching itself have taken
+    more of it than was set aside (large models have large graphs)."""
+    counted = with_own_memory(situation, tokenizer)
+    found = search(counted)
+    grown = with_own_memory(situation, tokenizer, WATCH_BYTES)
+    if grown.hardware.parent_baseline_bytes <= counted.hardware.parent_baseline_bytes:
+        return counted, found
+    return grown, search(grown)
+
+
 def train(job: Job, environment: Environment, renumber: bool, quiet: bool, json_lines: bool) -> int:
     """Run a job, or carry on with it.
 
@@ -110,7 +122,7 @@ def train(job: Job, environment: Environment, renumber: bool, quiet: bool, json_
     refuse_unoffered(job)
     folder = RunFolder.of(job)
     if not folder.config.exists():
-        check_paths(job)
+        check_inputs(job)
     folder.make()
     show = Show(quiet=quiet, json_lines=json_lines, color=not environment.no_color)
     with RunLock(folder.path) as lock, show:
@@ -178,9 +190,8 @@ class _Start:
             head is not None and not self.renumber, min(positions, shape.max_positions),
         )  # fmt: skip
         tokenizer = tokenizer_bytes(folder.model, shape) if positions else 0
-        situation = with_own_memory(situation, tokenizer)
         show.phase("plan")
-        found = search(situation)
+        situation, found = _search(situation, tokenizer)
         self.plan = found.plan
         self._check_disk(situation, head)
         folder.write(folder.config, job.to_yaml())

@@ -26,8 +26,11 @@ from packmule.spec.plan import CheckpointPlan, Numerics, OptimizerNumerics, Sche
 from packmule.spec.units import format_bytes
 from packmule.train.memory import process_memory
 
-RESERVE = 8 << 20
-"""What the parent may still grow by while it watches."""
+RESERVE = 14 << 20
+"""What the parent may still grow by while it plans (M: 11 MB for 3400 tasks) and watches."""
+
+WATCH_BYTES = 2 << 20
+"""What it may still grow by while it watches."""
 
 TOKENIZER_FACTOR = 16
 """Resident bytes of a loaded tokenizer per byte of its tokenizer.json (M: SmolLM2's 3.5 MB)."""
@@ -116,11 +119,7 @@ def make_situation(
         DataError: nothing to train on.
     """
     length = numerics.max_seq_length
-    if length > shape.max_positions:
-        raise ConfigError(
-            f"`train.max_seq_length` = {length} is more than the model's {shape.max_positions} positions.",
-            f"use at most {shape.max_positions}",
-        )
+    check_length(length, shape)
     if report is not None and report.train.targets == 0:
         raise DataError(
             "The data has no token to predict: every document is a single token.", "use longer texts"
@@ -197,10 +196,14 @@ def ram_budget(job: Job, hardware: Hardware) -> int:
     return asked
 
 
-def with_own_memory(situation: Situation, tokenizer: int) -> Situation:
-    """Count this very process instead of the probe's stand-in, and the child's tokenizer."""
+def with_own_memory(situation: Situation, tokenizer: int, growth: int = RESERVE) -> Situation:
+    """Count this very process instead of the probe's stand-in, and the child's tokenizer.
+
+    Args:
+        growth: bytes this process may still grow by.
+    """
     hardware = situation.hardware
-    own = max(hardware.parent_baseline_bytes, process_memory().peak + RESERVE)
+    own = max(hardware.parent_baseline_bytes, process_memory().peak + growth)
     changed = hardware.model_copy(
         update={
             "parent_baseline_bytes": own,
@@ -219,6 +222,8 @@ def shape_of(model: Path) -> ModelShape:
         path = model / "config.json"
         try:
             config = json.loads(path.read_text(encoding="utf-8"))
+        except json.JSONDecodeError as error:
+            raise ConfigError(f"{path} is not JSON: {error}.", "restore the file") from None
         except FileNotFoundError:
             raise ConfigError(
                 f"{model} has no config.json.", "give a Hugging Face folder or a .gguf file"
@@ -239,7 +244,7 @@ def tokenizer_bytes(model: Path, shape: ModelShape) -> int:
 
 
 def refuse_unoffered(job: Job) -> None:
-    """Refuse what a job may say but no run does yet.
+    """Refuse what a job may say but no run does.
 
     Raises:
         ConfigError: names the key.
@@ -249,6 +254,12 @@ def refuse_unoffered(job: Job) -> None:
             "`data.val_path` is not offered yet.",
             "hold data out with `data.val_size`, a share or a number of documents",
         )
+    if job.train.update == "on-backward" and job.optim.max_grad_norm:
+        raise ConfigError(
+            "`train.update` = 'on-backward' updates a block before the global gradient norm is known, "
+            f"and `optim.max_grad_norm` = {job.optim.max_grad_norm:g} clips by that norm.",
+            "use `--update on-fetch`, or no clipping: `--max-grad-norm 0`",
+        )
     if job.checkpoint.resume not in ("auto", "never"):
         raise ConfigError(
             f"`checkpoint.resume` = {job.checkpoint.resume!r}: starting from another folder is not offered.",
@@ -256,13 +267,20 @@ def refuse_unoffered(job: Job) -> None:
         )
 
 
-def check_paths(job: Job) -> None:
-    """Refuse a fresh run whose model or data are not there, before its folder is made.
+def check_inputs(job: Job) -> None:
+    """Refuse a fresh run whose model or data cannot be used, before its folder is made.
 
     Raises:
         ConfigError, DataError: names the path.
     """
-    model = Path(job.model.path).expanduser()
-    if not model.exists():
-        raise ConfigError(f"model {model} does not exist.", "give a Hugging Face folder or a .gguf file")
+    check_length(job.train.max_seq_length, shape_of(Path(job.model.path).expanduser()))
     find_files(job.data.path)
+
+
+def check_length(length: int, shape: ModelShape) -> None:
+    """Raise ConfigError where rows are longer than the model's positions."""
+    if length > shape.max_positions:
+        raise ConfigError(
+            f"`train.max_seq_length` = {length} is more than the model's {shape.max_positions} positions.",
+            f"use at most {shape.max_positions}",
+        )

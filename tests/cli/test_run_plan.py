@@ -1,0 +1,103 @@
+"""`packmule plan`: its three forms, and that what it offers instead of a plan that does not fit holds."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+from tests.cli.bench import Bench
+
+from packmule.spec.plan import Plan
+
+BIG = {
+    "hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 6, "num_attention_heads": 8,
+    "num_key_value_heads": 4, "vocab_size": 8192, "max_position_embeddings": 2048,
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def big(bench: Bench) -> Path:
+    """A job whose state, gradients and activations are worth moving; it is planned only."""
+    folder = bench.folder / "big_model"
+    shutil.copytree(bench.folder / "model", folder)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, **BIG}))
+    return bench.job(
+        "big_job", model__path="big_model", train__max_seq_length=1024, train__global_batch_size=4,
+        train__max_steps=100,
+    )  # fmt: skip
+
+
+def test_the_json_is_the_plan_and_all_of_standard_output(bench: Bench, big: Path) -> None:
+    done = bench.run("plan", big.name, "--ram", "1GB", "--json").succeeded()
+    plan = Plan.parse_json(done.out, "standard output")
+    assert plan.to_json() == done.out
+    assert plan.predicted is not None
+    assert plan.predicted.peak_ram_bytes <= plan.budget_bytes == 1_000_000_000
+    assert {phase.phase for phase in plan.predicted.phases} >= {
+        "load",
+        "step",
+        "commit",
+        "evaluation",
+        "export",
+    }
+    assert all(phase.ram_bytes == sum(phase.parts.values()) for phase in plan.predicted.phases)
+    assert max(phase.ram_bytes for phase in plan.predicted.phases) <= plan.predicted.peak_ram_bytes
+
+
+def test_output_writes_the_same_plan_beside_the_text(bench: Bench, big: Path) -> None:
+    words = ("plan", big.name, "--ram", "1GB", "--output", "plan.json")
+    assert bench.run(*words).succeeded().out.startswith("plan for 1 GB of RAM\n")
+    assert (bench.folder / "plan.json").exists()
+    done = bench.run(*words, "--json").succeeded()
+    assert (bench.folder / "plan.json").read_text() == done.out
+
+
+def test_planning_leaves_nothing_behind(bench: Bench, big: Path) -> None:
+    before = sorted(bench.folder.iterdir())
+    bench.run("plan", big.name, "--ram", "1GB").succeeded()
+    assert sorted(bench.folder.iterdir()) == before
+
+
+def test_less_memory_is_never_faster_and_its_cost_is_told(bench: Bench, big: Path) -> None:
+    seconds = []
+    for ram in ("4GB", "1GB", "700MB"):
+        done = bench.run("plan", big.name, "--ram", ram, "--json").succeeded()
+        seconds.append(Plan.parse_json(done.out, ram).predicted.step_seconds)  # type: ignore[union-attr]
+    assert seconds == sorted(seconds)
+    text = bench.run("plan", big.name, "--ram", "700MB").succeeded().out
+    given_up = text.split("given up for the budget\n")[1].split("\nalso fits")[0]
+    assert "this plan" in given_up
+    cost = re.search(r"cost: .* per step instead of .* \(\+(\d+)%\); --ram (\S+) would have room", given_up)
+    assert cost is not None
+    # What would have room has: nothing is given up there.
+    free = bench.run("plan", big.name, "--ram", cost[2]).succeeded().out
+    assert "given up for the budget\n  nothing" in free
+    slower = seconds[-1] / seconds[0] - 1
+    assert int(cost[1]) == pytest.approx(100 * slower, abs=1.5)
+
+
+def test_a_plan_that_does_not_fit_offers_three_ways_out_that_all_work(bench: Bench, big: Path) -> None:
+    words = ("plan", big.name, "--micro-batch-size", "4")
+    needed = re.search(r"at least (\d+) MB", bench.run(*words, "--ram", "500MB").refused(3))
+    assert needed is not None
+    ram = f"{int(needed[1]) - 20}MB"
+    message = bench.run(*words, "--ram", ram).refused(3)
+    ways = message.split("these would fit: ")[1].strip().split("; ")
+    assert len(ways) == 3, message
+    for way in ways:
+        found = re.fullmatch(r"((?:--\S+ \S+ )+)\(.* per step\)", way)
+        assert found is not None, way
+        flags = found[1].split()
+        assert len(set(flags[::2])) == len(flags[::2]), way
+        assert bench.run(*words, "--ram", ram, *flags).code == 0, way
+
+
+def test_a_job_can_be_flags_alone(bench: Bench) -> None:
+    done = bench.run(
+        "plan", "--model", "model", "--max-seq-length", "32", "--ram", "900MB", "--threads", "1", "--json"
+    ).succeeded()
+    assert Plan.parse_json(done.out, "standard output").numerics.rows == 8
