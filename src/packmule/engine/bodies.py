@@ -243,7 +243,6 @@ def update(runtime: Runtime, task: Task) -> None:
     types, shared = model.types, runtime.state.update
     if shared is None:
         raise RuntimeError("an update without a step")
-    runtime.state.touched = True
     scale = task.find(BufferKind.SCALE, -1)
     if scale is not None:
         shared = replace(shared, factor=float(_tensor(runtime, scale.offset, 1, "float64")))

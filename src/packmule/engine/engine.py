@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -29,6 +31,9 @@ from packmule.spec.batch import Batch
 from packmule.spec.timeline import Timeline
 from packmule.tiers.arena import Arena
 from packmule.tiers.disk import Disk, aligned_buffer
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 Stopping = Callable[[], bool]
 
@@ -114,6 +119,8 @@ class Engine:
         }
         self._pending: _Pending | None = None
         self._committed = True
+        self._running: Program | None = None
+        self._failed = False
 
     def load(self, stopping: Stopping | None = None) -> Timeline:
         """Read and verify the last commit; fill what the plan keeps elsewhere."""
@@ -122,7 +129,7 @@ class Engine:
             store.rechunk(chunk, aligned_buffer(max(chunk, store.layout.chunk_bytes)))
         self._pending = None
         self._committed = True
-        return self.programs["load"].run(stopping=stopping)
+        return self._run("load", stopping=stopping)
 
     def step(
         self,
@@ -147,7 +154,8 @@ class Engine:
 
         Raises:
             RunFailed: the loss is not finite.
-            Stopped: as in `execute`; the engine must `load` again before it goes on.
+            Stopped: as in `execute`. Unless the engine is `clean` then, it takes no more steps:
+                open another one from the last commit.
         """
         on_fetch = self.model.plan.update == "on-fetch"
         pending = self._pending
@@ -161,8 +169,9 @@ class Engine:
                 state.update, state.progress = pending.update, pending.progress
                 name = "step, commit" if pending.commit else "step"
         program = self.programs[name]
-        timeline = program.run(stop_after=stop_after, stopping=stopping)
-        check_finite(state.losses, state.square)
+        with self._changing():
+            timeline = self._run(name, stop_after=stop_after, stopping=stopping)
+            check_finite(state.losses, state.square)
         if on_fetch:
             self._pending = _Pending(update, progress, commit)
         self._committed = commit and not on_fetch
@@ -173,7 +182,7 @@ class Engine:
     def clean(self) -> bool:
         """Whether the execution under way, or the last one, has left every plane as it was: no
         update has begun since. Always False where an update of the step before is pending."""
-        return self._pending is None and not self.runtime.state.touched
+        return self._pending is None and not (self._running is not None and self._running.touched)
 
     def settle(self, progress: Progress, stopping: Stopping | None = None) -> None:
         """Apply what is pending and make the state durable, if it is not yet.
@@ -181,14 +190,15 @@ class Engine:
         Args:
             progress: of the last step; recorded by the commit.
         """
-        if self._pending is not None:
-            state = self._state((), ())
-            state.update, state.progress = self._pending.update, self._pending.progress
-            self.programs["drain"].run(stopping=stopping)
-            self._pending = None
-        elif not self._committed:
-            self._state((), ()).progress = progress
-            self.programs["commit"].run(stopping=stopping)
+        state = self._state((), ())
+        with self._changing():
+            if self._pending is not None:
+                state.update, state.progress = self._pending.update, self._pending.progress
+                self._run("drain", stopping=stopping)
+                self._pending = None
+            elif not self._committed:
+                state.progress = progress
+                self._run("commit", stopping=stopping)
         self._committed = True
 
     def evaluate(
@@ -198,13 +208,13 @@ class Engine:
 
         Nothing may be pending: `settle` first.
         """
+        self._check_settled()
         total, count = 0.0, 0
         tokens = max(self.model.plan.numerics.micro_tokens)
         for group in batches:
             state = self._state(group, (tokens,) * len(group))
-            self.programs[f"evaluate {len(group)}"].run(stopping=stopping)
-            loss, targets = _total(state)
-            total, count = total + loss, count + targets
+            self._run(f"evaluate {len(group)}", stopping=stopping)
+            total, count = _total(state, total, count)
         return total, count
 
     @property
@@ -221,7 +231,8 @@ class Engine:
         seed: int = 0,
         stopping: Stopping | None = None,
     ) -> Iterator[int]:
-        """Continue a prompt until a stop token or the end of the cache.
+        """Continue a prompt until a stop token or the end of the cache. `settle` first, and let
+        nothing else run until the last token: the cache lies where steps have other buffers.
 
         Args:
             prompt: token ids; the newest are kept if they leave no room.
@@ -230,6 +241,7 @@ class Engine:
         """
         import torch
 
+        self._check_settled()
         positions = self.needs.sample_tokens
         ids = np.array(prompt[-(positions - 1) :], np.int64)
         generator = torch.Generator().manual_seed(seed)
@@ -239,16 +251,15 @@ class Engine:
             places = np.arange(position, position + len(ids), dtype=np.int32)
             state = self._state([Batch(ids, empty, places, (len(ids),))], (capacity,))
             state.position, state.positions = position, positions
-            program = self.programs[name]
-            program.run(stopping=stopping)
-            token = sample(self._logits(program.graph), temperature, top_p, generator)
+            self._run(name, stopping=stopping)
+            token = sample(self._logits(self.programs[name].graph), temperature, top_p, generator)
             yield token
             position += len(ids)
             if token in stop or position >= positions:
                 return
             ids, name, capacity = np.array([token], np.int64), "token", 1
 
-    def _logits(self, graph: StepGraph):  # type: ignore[no-untyped-def]
+    def _logits(self, graph: StepGraph) -> Tensor:
         import torch
 
         buffer = int(np.flatnonzero(graph.buffer_kind == BufferKind.LOGITS)[0])
@@ -263,6 +274,29 @@ class Engine:
         """Let go of files."""
         self.runtime.close()
 
+    def _run(self, name: str, **arguments: Any) -> Timeline:
+        self._running = self.programs[name]
+        return self._running.run(**arguments)
+
+    @contextmanager
+    def _changing(self) -> Iterator[None]:
+        """What may leave the planes half updated when it fails."""
+        self._check_usable()
+        try:
+            yield
+        except BaseException:
+            self._failed = not self.clean
+            raise
+
+    def _check_usable(self) -> None:
+        if self._failed:
+            raise RuntimeError("an update was cut short: open another engine from the last commit")
+
+    def _check_settled(self) -> None:
+        self._check_usable()
+        if self._pending is not None:
+            raise RuntimeError("an update is pending: settle first")
+
     def _state(self, batches: Sequence[Batch], capacities: tuple[int, ...]) -> StepState:
         state = StepState(
             batches=[TokenBatch.from_batch(batch) for batch in batches], capacities=capacities
@@ -271,9 +305,8 @@ class Engine:
         return state
 
 
-def _total(state: StepState) -> tuple[float, int]:
-    """(sum of losses, targets), micro-batches in order."""
-    total, count = 0.0, 0
+def _total(state: StepState, total: float = 0.0, count: int = 0) -> tuple[float, int]:
+    """(sum of losses, targets) added to those before: micro-batches in order, however grouped."""
     for micro in sorted(state.losses):
         loss, targets = state.losses[micro]
         total, count = total + loss, count + targets

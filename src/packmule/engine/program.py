@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import numpy as np
+
 from packmule.engine.executor import execute
 from packmule.engine.runtime import Runtime
 from packmule.graph.kinds import BufferKind, TaskKind, Tier
@@ -74,12 +76,15 @@ class Program:
         self._bodies = bodies
         self._poison = poison
         self._tasks: list[Task | None] = [None] * graph.tasks
+        self._changes = np.isin(graph.kind, (TaskKind.UPDATE, TaskKind.WRITE_STATE))
+        self._ledger: Ledger | None = None
 
     def run(
         self, *, stop_after: int | None = None, stopping: Callable[[], bool] | None = None
     ) -> Timeline:
         """Execute the graph once; arguments and errors as in `execute`."""
         ledger = Ledger(self.graph, self._released if self._poison else None, check=self._poison)
+        self._ledger = ledger
         return execute(
             self.graph,
             self._body,
@@ -89,6 +94,13 @@ class Program:
             stopping=stopping,
             deadline_seconds=DISK_DEADLINE_SECONDS,
         )
+
+    @property
+    def touched(self) -> bool:
+        """Whether the execution under way, or the last one, has started to change state. Exact
+        where `stopping` asks: the books are kept as tasks start, under the executor's lock."""
+        started = [] if self._ledger is None else self._ledger.tasks
+        return bool(self._changes[[task for task in started if task >= 0]].any())
 
     def _body(self, index: int) -> None:
         task = self._tasks[index]

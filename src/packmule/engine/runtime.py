@@ -39,7 +39,6 @@ class StepState:
         progress: what a commit in this graph records.
         position, positions: tokens in the cache so far and at most, when generating.
         losses: per micro-batch, (sum of losses, targets).
-        touched: an update has begun.
         norms: per block, the sums of squares of its gradients, in parameter order.
     """
 
@@ -52,7 +51,6 @@ class StepState:
     positions: int = 0
     losses: dict[int, tuple[float, int]] = field(default_factory=dict)
     norms: dict[int, list[float]] = field(default_factory=dict)
-    touched: bool = False
 
     @property
     def square(self) -> float:
