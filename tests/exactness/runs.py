@@ -229,13 +229,16 @@ def open_engine(
     return engine, head.step
 
 
-def step_engine(engine: Engine, data: Data, step: int) -> tuple[float, float]:
+def step_engine(
+    engine: Engine, data: Data, step: int, stopping: Callable[[], bool] | None = None
+) -> tuple[float, float]:
     """Run step number `step` (0 for the first), committing as the plan says; its trace."""
     plan = engine.model.plan
     batches = data.batches(step, plan.numerics)
     update = Update(step + 1, learning_rate(plan.numerics.schedule, step))
     commit = (step + 1) % plan.checkpoint.commit_steps == 0
-    result = engine.step(batches, count_targets(batches), update, progress(plan, step + 1), commit)
+    targets, after = count_targets(batches), progress(plan, step + 1)
+    result = engine.step(batches, targets, update, after, commit, stopping=stopping)
     return result.loss, result.grad_norm
 
 
@@ -261,6 +264,10 @@ class _Watched:
     @property
     def graph(self) -> StepGraph:
         return self._program.graph
+
+    @property
+    def touched(self) -> bool:
+        return self._program.touched
 
     def run(self, **arguments: object) -> Timeline:
         return self._run(self._name, self._program, arguments)
@@ -362,9 +369,10 @@ class Case:
         kernels: Kernels,
         disk: Disk | None = None,
         prepare: Callable[[Engine], None] | None = None,
+        needs: Needs | None = None,
     ) -> tuple[Engine, int]:
         """As `open_engine`."""
-        return open_engine(folder, self.shape, self.plan, kernels, disk, prepare=prepare)
+        return open_engine(folder, self.shape, self.plan, kernels, disk, needs, prepare)
 
     def state(self, folder: Path, kernels: Kernels, disk: Disk | None = None) -> tuple[int, Image]:
         """As `state_bytes`."""

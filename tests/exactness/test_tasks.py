@@ -9,12 +9,28 @@ from copy import deepcopy
 from pathlib import Path
 
 import pytest
-from tests.exactness.runs import Case, finish, make_case, make_plan, run_steps, tiny_shape, watch
+from tests.exactness.runs import (
+    COSTS,
+    Case,
+    finish,
+    make_case,
+    make_plan,
+    progress,
+    run_steps,
+    step_engine,
+    tiny_shape,
+    watch,
+)
 from tests.fault.recording_disk import RecordingDisk
 
+from packmule.engine.bodies import BODIES
 from packmule.engine.engine import Engine
 from packmule.engine.executor import Stopped
-from packmule.engine.program import Program
+from packmule.engine.program import Program, Task
+from packmule.engine.runtime import Runtime
+from packmule.graph.kinds import TaskKind
+from packmule.graph.model import PlannedModel
+from packmule.graph.training import build_step
 from packmule.kernels.contract import Kernels
 from packmule.spec.plan import Placement
 from packmule.spec.timeline import Timeline
@@ -125,3 +141,66 @@ def test_resume_after_a_stop_at_any_task_is_bit_exact(
         resumed, trace = finish(case, RUN, kernels, disk)
         assert (resumed, trace) == (step, case.expected.trace[step:]), where
         assert case.state(RUN, kernels, disk) == (STEPS, case.expected.images[-1]), where
+
+
+class Signal:
+    """Asks an engine to stop from some task of a step on, as soon as that loses nothing."""
+
+    def __init__(self, engine: Engine, after: int) -> None:
+        self._engine, self._left = engine, after
+
+    def __call__(self) -> bool:
+        self._left -= 1
+        return self._left < 0 and self._engine.clean
+
+
+@pytest.mark.parametrize("update", ("after-backward", "on-backward", "on-fetch"))
+def test_a_stop_while_the_engine_is_clean_keeps_every_step_before(
+    update: str, kernels: Kernels, seed: int, long: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """State in RAM, committed never but when stopping: what is not clean would be lost."""
+    opened: list[Engine] = []
+    clean: set[bool] = set()
+
+    def watched(runtime: Runtime, task: Task) -> None:
+        clean.add(opened[-1].clean)
+        update_body(runtime, task)
+
+    update_body = BODIES[TaskKind.UPDATE]
+    monkeypatch.setitem(BODIES, TaskKind.UPDATE, watched)
+    plan = make_plan(
+        placement=Placement(
+            state="ram", weights="ram", inputs="disk", gradients="ram" if update == "on-backward" else "disk"
+        ),
+        update=update,
+        clip=None,
+        micro_rows=(1, 1),
+        recompute=(True,) * LAYERS,
+        commit_steps=1000,
+        steps=STEPS,
+    )
+    case = make_case(tiny_shape(tied=False, layers=LAYERS), plan, STEPS, seed, kernels)
+    fresh = RecordingDisk()
+    case.start(RUN, kernels, fresh)
+    stopped = set()
+    signaled = 0 if update == "on-fetch" else 1  # with an update pending it is never clean
+    tasks = build_step(PlannedModel(case.shape, plan), COSTS, 1.0).tasks
+    for after in range(tasks) if long else random.Random(seed).sample(range(tasks), 8):
+        disk = RecordingDisk(deepcopy(fresh.root))
+        engine, _ = case.open(RUN, kernels, disk)
+        opened.append(engine)
+        done = 0
+        try:
+            for step in range(STEPS):
+                step_engine(engine, case.data, step, Signal(engine, after) if step == signaled else None)
+                done += 1
+        except Stopped:
+            assert engine.clean
+        stopped.add(done)
+        engine.settle(progress(plan, done))
+        engine.close()
+        assert case.state(RUN, kernels, disk) == (done, case.expected.images[done]), after
+    # Early signals stop the step; those after its last clean moment let it finish.
+    assert stopped == {signaled, STEPS} or not long
+    # Another thread that asks while an update runs, or is about to, must hear of it.
+    assert True not in clean
