@@ -93,7 +93,7 @@ class Engine:
         disk, folder: where work.bin lies.
         costs: rates; only predictions depend on them.
         needs: which graphs are wanted.
-        poison: test mode: released buffers are filled with NaN, addresses are checked.
+        poison: test mode: what is not written yet, or released, is NaN; addresses are checked.
     """
 
     def __init__(
@@ -112,6 +112,8 @@ class Engine:
         make = run_graphs if needs.training else inference_graphs
         graphs = make(model, costs, needs.mean_length, needs.evaluation_rows, needs.sample_tokens)
         self.arena = Arena(max(graph.extent(Tier.RAM) for graph in graphs.values()))
+        if poison:
+            self.arena.memory[:] = b"\xff" * self.arena.bytes
         work = max(graph.extent(Tier.DISK) for graph in graphs.values())
         self.runtime = Runtime(model, kernels, store, disk, folder, self.arena, work, needs.sample_tokens)
         self.programs = {
