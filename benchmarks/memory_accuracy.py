@@ -221,10 +221,10 @@ def run_job(number: int, seed: int, folder: Path) -> Outcome | str:
     path, log = folder / "job.yaml", folder / "log.txt"
     path.write_text(json.dumps(job))  # JSON is YAML
     run_tool(["train", str(path), "--ram", "1MB", "--quiet"], log)
-    needs = re.search(r"these would fit: --ram ([\d.]+)([MG])B", log.read_text())
+    needs = re.search(r"needs at least ([\d.]+) ([MG])B", log.read_text())
     if needs is None:
         return f"{name}: no least budget: {log.read_text()[-600:]}"
-    least = float(needs[1]) * (1e9 if needs[2] == "G" else 1e6)
+    least = 1.005 * float(needs[1]) * (1e9 if needs[2] == "G" else 1e6)  # it is rounded to 3 digits
     budget = int(least * rng.uniform(1.0, 1.3))
     began = time.monotonic()
     code, measured = run_tool(["train", str(path), "--ram", str(budget), "--quiet"], log)

@@ -38,30 +38,42 @@ def ram_bound(shape: ModelShape, plan: Plan, sizes: Sizes) -> int:
     item = ITEMSIZE[types.compute]
     tokens = max(numerics.micro_tokens)
     step_tokens = sum(numerics.micro_tokens) if plan.order == "breadth" else tokens
-    total = sum(sizes.planes)
+    total, last = sum(sizes.planes), len(sizes.planes) - 1
     resident = total * len(PLANES) if place.state == "ram" else 0
     resident += sum(sizes.weights) if place.weights == "ram" else 0
     alias = place.state == "ram" and place.weights == "state" and types.compute == types.master
     own_weights = 0 if alias or place.weights == "ram" else 1
-    if place.gradients == "ram" and plan.update != "on-backward":
-        resident += total
-        own_gradient = 0
-    else:
-        own_gradient = 1
+    # Gradients alive at the head, at the last layer and at the first: those of blocks not yet done
+    # with. A tied embedding's begins at the head, another's after the last layer.
+    embedding = sizes.planes[0] if shape.tied else 0
+    at_head = sizes.planes[last] + embedding
+    at_last = at_first = sizes.planes[1] + embedding
+    at_end = sizes.planes[0]
+    if place.gradients == "ram" and plan.update == "on-fetch":
+        at_head = at_last = at_first = at_end = total
+    elif place.gradients == "ram" and plan.update == "after-backward":
+        at_first, at_end = total - sizes.planes[0] + embedding, total
+        at_last += sizes.planes[last]
+        if plan.order == "depth" and numerics.micro_tokens.count(tokens) > 1:
+            at_head = at_last = at_first  # from the second micro-batch on all are there
     stream = tokens * shape.hidden * item
-    layers_in = step_tokens * shape.hidden * item * (shape.layers if place.inputs == "ram" else 1)
-    kept = plan.recompute.count(False)
+    layer_inputs = step_tokens * shape.hidden * item
+    inputs = layer_inputs * shape.layers if place.inputs == "ram" else stream
     saved = _bytes(bodies.layer_saved, shape, tokens, types)
-    kept_saved = saved * kept * (step_tokens // tokens)
+    kept_saved = saved * plan.recompute.count(False) * (step_tokens // tokens)
     chunk = min(numerics.loss_chunk, tokens)
-    head = layers_in + kept_saved + _bytes(bodies.head_scratch, shape, chunk, types, True)
-    last = len(sizes.planes) - 1
     users = (last, 0) if shape.tied else (last,)
-    head += sum(own_weights * sizes.weights[b] + own_gradient * sizes.planes[b] for b in users)
-    layer = _bytes(bodies.layer_backward_scratch, shape, tokens, types) + 2 * stream + saved
-    layer += layers_in + own_weights * sizes.weights[1] + own_gradient * sizes.planes[1]
-    layer += own_gradient * sizes.planes[0] if shape.tied else 0
-    return resident + max(head, layer)
+    head = inputs + stream + kept_saved + _bytes(bodies.head_scratch, shape, chunk, types, True)
+    head += at_head + own_weights * sum(sizes.weights[b] for b in users)
+    layer = _bytes(bodies.layer_backward_scratch, shape, tokens, types) + stream
+    layer += own_weights * sizes.weights[1]
+    moments = (
+        head,
+        layer + inputs + max(saved, kept_saved) + at_last,
+        layer + stream + saved + at_first,
+        at_end,
+    )
+    return resident + max(moments)
 
 
 @lru_cache(maxsize=4096)
@@ -85,14 +97,17 @@ def seconds_bound(
         cores += costs.compute(3 * bodies.head_flops(shape, tokens))
     total = sum(sizes.planes)
     cores += costs.compute(moved=total * (2 * len(PLANES) + 1.5))
-    visits = 1 if plan.order == "breadth" else len(numerics.micro_rows)
+    # Layers are fetched twice a pass, embedding and head once; for on-fetch an update serves the first.
+    passes = 1 if plan.order == "breadth" else len(numerics.micro_rows)
+    times = [passes - 1, *[2 * passes - 1] * shape.layers, passes - 1]
+    times[0] += passes if shape.tied else 0
     read = written = 0.0
     if place.state == "disk":
         read, written = float(total * len(PLANES)), float(total * len(PLANES))
         if place.weights == "state":
-            read += total * (2 * visits - 1)
+            read += sum(count * size for count, size in zip(times, sizes.planes, strict=True))
     if place.weights == "disk":
-        read += sum(sizes.weights) * (2 * visits - 1)
+        read += sum(count * size for count, size in zip(times, sizes.weights, strict=True))
         written += sum(sizes.weights)
     if place.gradients == "disk":
         read, written = read + total, written + total

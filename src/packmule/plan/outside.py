@@ -35,4 +35,4 @@ def held_bytes(plan: Plan, graphs: Iterable[StepGraph]) -> int:
 def outside_bytes(plan: Plan, graphs: Iterable[StepGraph], staging: int = STAGING_BYTES) -> int:
     """What stays, and the most that comes and goes."""
     every = list(graphs)
-    return held_bytes(plan, every) + max(staging, *(workspace(graph) for graph in every))
+    return held_bytes(plan, every) + max([staging, *(workspace(graph) for graph in every)])
