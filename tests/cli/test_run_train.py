@@ -68,7 +68,7 @@ def test_a_run_shows_progress_with_memory_and_budget(trained: Done) -> None:
 def test_a_run_shows_perplexity_and_samples_before_and_after(trained: Done, bench: Bench) -> None:
     for step in (0, 3, 6):
         assert f"step {step}: held-out loss " in trained.out
-        assert f'step {step}: the model continues "the mule"\n  | ' in trained.out
+        assert f"step {step}: a sample, the prompt in brackets\n  | [the mule]" in trained.out
     perplexity = {e["step"]: e["eval/perplexity"] for e in entries(bench.folder / "run") if "eval/loss" in e}
     line = f"{perplexity[0]:.3f} at step 0, {perplexity[6]:.3f} at step 6"
     assert any(line in row for row in after(trained.out, "result"))

@@ -20,13 +20,13 @@ _COLUMNS = {
     "state": "state",
     "state in transit": "state",
     "weights": "weights",
-    "gradients": "gradients",
+    "gradients": "grads",
     "activations": "activ.",
     "unused arena": "idle",
 }
 """A part of a phase's memory -> its column; the rest is under "other"."""
 
-_ORDER = ("Python", "state", "weights", "gradients", "activ.", "other", "idle")
+_ORDER = ("Python", "state", "weights", "grads", "activ.", "other", "idle")
 
 _LOST = 0.005
 """A plan that is slower by less than this share counts as equally fast."""

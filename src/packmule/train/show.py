@@ -184,7 +184,7 @@ class Show:
         speed = f"{event['tokens'] / self._step_seconds:,.0f} tokens/s"
         numbers = f"loss {event['loss']:.4f}  {speed}  {self._memory(event)}"
         if self._bar is not None:
-            self._bar.show(done=step, total=self._total, beside=f"{where}  ETA {left}", below=numbers)
+            self._bar.show(done=step, total=self._total, beside=f"{where}  ETA {left} ", below=numbers)
             return
         now = time.monotonic()
         if not self._quiet and (now - self._last_line > LINE_SECONDS or step in (1, self._total)):
@@ -198,8 +198,8 @@ class Show:
         )
 
     def _on_sample(self, event: Mapping[str, Any]) -> None:
-        self._print(f'step {event["step"]}: the model continues "{self._prompt}"')
-        for line in wrapped(event["text"], self._console, "  | "):
+        self._print(f"step {event['step']}: a sample, the prompt in brackets")
+        for line in wrapped(f"[{self._prompt}]{event['text']}", self._console, "  | "):
             self._print(line)
 
     def _on_snapshot(self, event: Mapping[str, Any]) -> None:

@@ -29,10 +29,15 @@ def _draw(console: Console, table: Table) -> None:
     if table.title:
         console.print(Text(table.title, style="bold"))
     if table.rows:
+        gap = _gap(table, console.width)
         drawn = RichTable(
-            box=None, show_header=bool(table.header), header_style="dim", pad_edge=False, padding=(0, 1)
+            box=None,
+            show_header=bool(table.header),
+            header_style="dim",
+            pad_edge=False,
+            padding=(0, gap, 0, 0),
         )
-        drawn.add_column("")  # the indent
+        drawn.add_column("", min_width=2 - gap)  # the indent
         names = table.header or ("",) * len(table.rows[0])
         for index, name in enumerate(names):
             figures = index in table.right
@@ -49,6 +54,14 @@ def _draw(console: Console, table: Table) -> None:
         console.print(drawn, soft_wrap=False)
     for note in table.notes:
         console.print(Text("\n".join(wrapped(note, console, "  "))))
+
+
+def _gap(table: Table, width: int) -> int:
+    """Columns of space between two columns: one where two would not fit and nothing can be wrapped."""
+    columns = list(zip(*([table.header] if table.header else []), *table.rows, strict=True))
+    needed = 1 + sum(2 + max(map(len, column)) for column in columns)
+    figures = len(table.right) == len(columns) - 1
+    return 1 if figures and needed > width else 2
 
 
 def wrapped(text: str, console: Console, indent: str) -> list[str]:
