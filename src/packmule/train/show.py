@@ -200,7 +200,7 @@ class Show:
     def _on_sample(self, event: Mapping[str, Any]) -> None:
         self._print(f"step {event['step']}: a sample, the prompt in brackets")
         for line in wrapped(f"[{self._prompt}]{event['text']}", self._console, "  | "):
-            self._print(line)
+            self._print(line.rstrip())
 
     def _on_snapshot(self, event: Mapping[str, Any]) -> None:
         self._print(f"step {event['step']}: full copy in {event['path']}")
