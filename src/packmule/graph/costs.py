@@ -6,7 +6,6 @@ from dataclasses import dataclass
 
 from packmule.spec.hardware import DiskSpeed, Hardware
 
-
 ATTENTION_SHARE = 0.4
 """Attention's speed as a share of a large matmul's: its products are small and its softmax
 is bound by memory."""

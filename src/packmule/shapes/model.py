@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 from packmule.errors import ConfigError
-from packmule.shapes.layout import Layout, TensorSpec, layout, PAGE
+from packmule.shapes.layout import PAGE, Layout, TensorSpec, layout
 
 BlockKind = Literal["embed", "layer", "head"]
 Role = Literal["embedding", "norm", "matrix"]
