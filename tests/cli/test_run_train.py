@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -165,21 +166,26 @@ def whole(bench: Bench) -> Path:
     return bench.folder / "whole"
 
 
+def back_to_step_2(run: Path) -> None:
+    """Leave a run of four steps with nothing but its snapshot of step 2."""
+    shutil.rmtree(run / "checkpoint-4")
+    for name in ("HEAD.json", "state.bin"):
+        (run / name).write_bytes(b"damaged")
+    assert (run / "checkpoint-2").exists()
+
+
 @pytest.mark.parametrize(("first", "second"), [("disk", "ram"), ("ram", "disk")])
 def test_another_budget_and_placement_at_resume_keep_every_bit(
     bench: Bench, whole: Path, first: str, second: str
 ) -> None:
     name = f"stopped_{first}"
-    job = bench.job(name, checkpoint__commit_steps=1)
-    # A limit on file sizes is not a fault of ours: the run is cut by taking its last steps away.
-    bench.run("train", job.name, "--hardware.state", first, "--save-steps", "2", "--ram", "800MB").succeeded()
+    job = bench.job(name, checkpoint__save_steps=2)
+    bench.run("train", job.name, "--hardware.state", first, "--ram", "800MB").succeeded()
     run = bench.folder / name
-    snapshot = run / "checkpoint-2"
-    for path in ("HEAD.json", "state.bin"):
-        (run / path).write_bytes(b"damaged")
-    assert snapshot.exists()
-    done = bench.run("train", job.name, "--hardware.state", second, "--save-steps", "2", "--ram", "1.2GB")
-    assert "Going back to checkpoint-" in done.succeeded().out
+    back_to_step_2(run)
+    done = bench.run("train", job.name, "--hardware.state", second, "--ram", "1.2GB").succeeded()
+    assert "Going back to checkpoint-2." in done.out
+    assert "step 4/4 " in done.out
     assert losses(run) == losses(whole)
     assert weights(run) == weights(whole)
 
@@ -207,14 +213,16 @@ def test_a_resume_from_elsewhere_is_refused(trained: Done, bench: Bench) -> None
     assert "'other/checkpoint-3': starting from another folder is not offered" in message
 
 
-def test_other_numerics_need_renumber(bench: Bench) -> None:
-    job = bench.job("renumber", train__max_steps=2)
+def test_other_numerics_need_renumber(bench: Bench, whole: Path) -> None:
+    job = bench.job("renumber", checkpoint__save_steps=2)
     bench.run("train", job.name).succeeded()
-    final = bench.folder / "renumber" / "final"
-    (final / "model.safetensors").rename(final.with_name("kept"))
-    for path in final.iterdir():
-        path.unlink()
-    final.rmdir()
+    run = bench.folder / "renumber"
+    back_to_step_2(run)
     message = bench.run("train", job.name, "--precision", "bf16-mixed").refused()
     assert "precision was 'fp32', is 'bf16-mixed'" in message
     assert "--renumber" in message
+    bench.run("train", job.name, "--precision", "bf16-mixed", "--renumber").succeeded()
+    found, expected = losses(run), losses(whole)
+    assert [found[1], found[2]] == [expected[1], expected[2]]
+    assert found[4] != expected[4]
+    assert found[4] == pytest.approx(expected[4], rel=0.05)
