@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from packmule.checkpoint.head import HEAD_NAME, Head, read_head
-from packmule.data.files import disk_errors
+from packmule.checkpoint.snapshots import newest
 from packmule.errors import ConfigError, DamagedFile, DiskError
 from packmule.kernels import checksum
 from packmule.shapes.model import ModelShape
@@ -96,6 +96,12 @@ class RunFolder:
     def head(self) -> Head | None:
         """The last commit, or None."""
         return read_head(PosixDisk(), self.state, checksum())
+
+    def newest_snapshot(self) -> Head | None:
+        """The commit of the newest snapshot, or None."""
+        disk, crc = PosixDisk(), checksum()
+        path = newest(disk, self.state, crc)
+        return None if path is None else read_head(disk, path, crc)
 
     def read_plan(self) -> Plan:
         """The plan of the last start."""
@@ -201,10 +207,16 @@ class Log:
             DiskError: the disk is full; a half-written line is dropped at resume.
         """
         line = (json.dumps(entry) + "\n").encode()
-        with disk_errors(self.path), self.path.open("ab", buffering=0) as file:
-            done = 0
-            while done < len(line):
-                done += file.write(line[done:])
+        done = 0
+        try:
+            with self.path.open("ab", buffering=0) as file:
+                while done < len(line):
+                    done += file.write(line[done:])
+        except OSError as error:
+            raise DiskError(
+                f"{self.path}: cannot write {len(line) - done:,} bytes: {error.strerror}.",
+                "free some space there, then run the same command",
+            ) from None
         self._known |= {(entry["step"], key) for key in entry}
 
     def sync(self) -> None:

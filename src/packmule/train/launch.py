@@ -37,7 +37,7 @@ from packmule.train.situation import (
     total_steps,
     with_own_memory,
 )
-from packmule.train.watch import run_child
+from packmule.train.watch import interruptible, run_child
 
 Progress = Callable[[str, float], None]
 
@@ -125,7 +125,7 @@ def train(job: Job, environment: Environment, renumber: bool, quiet: bool, json_
         check_inputs(job)
     folder.make()
     show = Show(quiet=quiet, json_lines=json_lines, color=not environment.no_color)
-    with RunLock(folder.path) as lock, show:
+    with interruptible(), RunLock(folder.path) as lock, show:
         run = _Start(job, environment, folder, show, renumber)
         if run.complete():
             return 0
@@ -162,7 +162,7 @@ class _Start:
     def complete(self) -> bool:
         """Whether there is nothing left to do; says so."""
         head, folder = self._head, self.folder
-        if head is None or not folder.final.exists():
+        if head is None or not self._whole or not folder.final.exists():
             return False
         total = head.numerics.schedule.total_steps
         log = read_log(folder.log)
@@ -218,10 +218,12 @@ class _Start:
         try:
             head = folder.head()
         except DamagedFile:
-            # The child goes back to the newest snapshot; numerics are then the plan's.
             head = None
             if not known:
                 raise
+        self._whole = head is not None
+        if head is None:
+            head = folder.newest_snapshot()  # the child goes back to it
         if job.checkpoint.resume == "never" and head is not None:
             raise ConfigError(
                 f"{folder.path} holds a run at step {head.step}, and resume is `never`.",

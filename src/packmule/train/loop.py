@@ -5,19 +5,20 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-from packmule.checkpoint.head import Head, Progress
-from packmule.checkpoint.snapshots import newest, restore, rotate, snapshot, snapshot_path, snapshots
+from packmule.checkpoint.head import HEAD_NAME, Head, Progress
+from packmule.checkpoint.reader import StateReader
+from packmule.checkpoint.snapshots import restore, rotate, snapshot, snapshot_path, snapshots
 from packmule.data.batches import Batches
 from packmule.data.prepare import open_data
 from packmule.data.tokenizer import TextTokenizer
 from packmule.engine.engine import Engine, Needs
 from packmule.engine.executor import Stopped
-from packmule.errors import DamagedFile
+from packmule.errors import DamagedFile, DiskError, RunFailed
 from packmule.graph.model import PlannedModel
-from packmule.models.weights.export import write_huggingface
+from packmule.models.weights.export import ExportDtype, export_bytes, write_huggingface
 from packmule.models.weights.source import WeightSource
 from packmule.optim.adamw import Update
 from packmule.optim.schedules import learning_rate
@@ -25,7 +26,7 @@ from packmule.spec.batch import Batch
 from packmule.spec.job import job_hash
 from packmule.tiers.disk import PosixDisk, aligned_buffer
 from packmule.train.folder import Log, RunFolder
-from packmule.train.journal import JournaledStore
+from packmule.train.journal import Journal, JournaledStore
 from packmule.train.measured import Measured
 from packmule.train.memory import process_memory
 from packmule.train.messages import Request, Sender
@@ -34,17 +35,6 @@ from packmule.train.transfer import exporter, import_weights
 
 PROGRESS_SECONDS = 0.2
 """Least time between two progress events of one phase."""
-
-
-@dataclass(frozen=True)
-class _Entry:
-    """What is known of a step's log entry when the step begins."""
-
-    step: int
-    rate: float
-    tokens: int
-    rows: tuple[int, ...]
-    began: float
 
 
 class Loop:
@@ -75,8 +65,7 @@ class Loop:
         self.tokens = 0
         self.step = 0
         self.measured = Measured()
-        self._log: Log | None = None
-        self._entry: _Entry | None = None
+        self._journal: Journal | None = None
         self._sent = 0.0
 
     def _make_store(self) -> JournaledStore:
@@ -84,11 +73,11 @@ class Loop:
         return JournaledStore(store, self._before_commit)
 
     @property
-    def log(self) -> Log:
+    def journal(self) -> Journal:
         """The run's log, from where the commit is on."""
-        if self._log is None:
+        if self._journal is None:
             raise RuntimeError("the log is opened when the state is loaded")
-        return self._log
+        return self._journal
 
     @property
     def _commits_every_step(self) -> bool:
@@ -105,7 +94,13 @@ class Loop:
             self._import()
         costs = costs_of(self.folder.read_hardware(), self.plan)
         self.engine = Engine(
-            PlannedModel(self.shape, self.plan), self.kernels, self.store, self.disk, self.folder.state, costs, needs
+            PlannedModel(self.shape, self.plan),
+            self.kernels,
+            self.store,
+            self.disk,
+            self.folder.state,
+            costs,
+            needs,
         )
 
     def _head(self) -> Head | None:
@@ -113,21 +108,30 @@ class Loop:
             head = self.store.load()
         except DamagedFile as damage:
             head = self._restore(damage)
+        if head is None and snapshots(self.disk, self.folder.state, self.kernels.crc32c):
+            missing = DamagedFile(f"{self.folder.state / HEAD_NAME} is missing.", "restore it")
+            head = self._restore(missing)
         if head is not None:
             self.step, self.tokens = head.step, head.tokens
         return head
 
     def _restore(self, damage: DamagedFile) -> Head:
-        """Go back to the newest snapshot; the error if there is none."""
-        found = newest(self.disk, self.folder.state, self.kernels.crc32c)
-        if found is None:
-            raise damage
-        self.sender.send("note", text=f"{damage.cause} Going back to {found.name}.")
-        self.store.close()
-        self.store = self._make_store()
-        head = restore(self.store, found, aligned_buffer(64 << 20), self._report("restore"))
-        self.step, self.tokens = head.step, head.tokens
-        return head
+        """Go back to the newest snapshot that is whole; the error if there is none."""
+        found = snapshots(self.disk, self.folder.state, self.kernels.crc32c)
+        for path in reversed(found):
+            self.sender.send("note", text=f"{damage.cause} Going back to {path.name}.")
+            self.store.close()
+            self.store = self._make_store()
+            try:
+                with StateReader.open(self.disk, path, self.kernels.crc32c) as reader:
+                    buffer = aligned_buffer(reader.layout.chunk_bytes)
+                head = restore(self.store, path, buffer, self._report("restore"))
+            except DamagedFile as another:
+                damage = another
+                continue
+            self.step, self.tokens = head.step, head.tokens
+            return head
+        raise damage
 
     def _import(self) -> None:
         self.sender.send("phase", name="load")
@@ -194,8 +198,9 @@ class Loop:
         self.sender.send("done", step=self.step, measured=self.measured.summary(), **self._memory())
 
     def _open_log(self) -> None:
-        self._log = Log(self.folder.log, self.step)
-        for text in self._log.notes(self.job.logging.logging_steps):
+        log, every = Log(self.folder.log, self.step), self.job.logging.logging_steps
+        self._journal = Journal(log, every)
+        for text in log.notes(every):
             self.sender.send("note", text=text)
 
     def _look_and_save(self, total: int) -> None:
@@ -225,13 +230,18 @@ class Loop:
         rate = learning_rate(numerics.schedule, step)
         self.tokens += targets
         commit = (step + 1) % self.plan.checkpoint.commit_steps == 0 or step + 1 == total
-        self._entry = _Entry(step + 1, rate, self.tokens, ids, began)
+        self.journal.begin(step + 1, rate, self.tokens, ids, began)
         try:
             result = self.engine.step(
-                batches, targets, Update(step + 1, rate), self._progress(step + 1), commit, stopping=self._stop_now
+                batches,
+                targets,
+                Update(step + 1, rate),
+                self._progress(step + 1),
+                commit,
+                stopping=self._stop_now,
             )
         except Stopped:
-            self._entry = None
+            self.journal.drop()
             self.tokens -= targets
             # Nothing of this step has touched the state: what came before it can be kept.
             if self.engine.clean:
@@ -240,7 +250,7 @@ class Loop:
         self.step = step + 1
         seconds = time.monotonic() - began
         self.measured.add(result, seconds)
-        self._write_entry(result.loss, result.grad_norm)
+        self.journal.end(result.loss, result.grad_norm)
         self.sender.send(
             "step",
             step=self.step,
@@ -262,44 +272,29 @@ class Loop:
         return self._commits_every_step or self.engine.clean
 
     def _before_commit(self, progress: Progress) -> None:
-        """The log holds every step of a commit before there is the commit."""
-        entry, state = self._entry, None if self._log is None else self.engine.runtime.state
-        if entry is not None and state is not None and entry.step == progress.step:
-            total = 0.0  # as Engine.step adds it up, to the bit
-            for micro in sorted(state.losses):
-                total += state.losses[micro][0]
-            self._write_entry(total * state.scale, math.sqrt(state.square))
-        if self._log is not None:
-            self._log.sync()
+        if self._journal is not None:
+            self._journal.before_commit(progress.step, self._result)
 
-    def _write_entry(self, loss: float, grad_norm: float) -> None:
-        """Log the step under way, once."""
-        entry, self._entry = self._entry, None
-        if entry is None or (entry.step % self.job.logging.logging_steps and entry.step != 1):
-            return
-        self.log.write(
-            {
-                "step": entry.step,
-                "train/loss": loss,
-                "train/learning_rate": entry.rate,
-                "train/grad_norm": grad_norm,
-                "tokens": entry.tokens,
-                "seconds": round(time.monotonic() - entry.began, 4),
-                "rows": list(entry.rows),
-            }
-        )
+    def _result(self) -> tuple[float, float]:
+        """Loss and gradient norm of the step under way, as Engine.step gives them, to the bit."""
+        state, total = self.engine.runtime.state, 0.0
+        for micro in sorted(state.losses):
+            total += state.losses[micro][0]
+        return total * state.scale, math.sqrt(state.square)
 
     def _look(self) -> None:
         """Evaluate and sample, with nothing pending, unless the log has it."""
         self._settle()
         evaluates = self.validation is not None and self.request.evaluation_rows
-        if evaluates and not self.log.has(self.step, "eval/loss"):
+        if evaluates and not self.journal.log.has(self.step, "eval/loss"):
             self.sender.send("phase", name="evaluation")
             began = time.monotonic()
             total, count = self.engine.evaluate(self._validation_batches(), self.signals)
             loss = total / max(1, count)
+            if not math.isfinite(loss):
+                raise _not_finite(f"The held-out loss at step {self.step}")
             entry = {"step": self.step, "eval/loss": loss, "eval/perplexity": _perplexity(loss)}
-            self.log.write({**entry, "eval/targets": count})
+            self.journal.log.write({**entry, "eval/targets": count})
             self.sender.send(
                 "evaluation",
                 step=self.step,
@@ -308,12 +303,15 @@ class Loop:
                 seconds=time.monotonic() - began,
                 **self._memory(),
             )
-        if self.tokenizer is not None and not self.log.has(self.step, "sample"):
+        if self.tokenizer is not None and not self.journal.log.has(self.step, "sample"):
             self.sender.send("phase", name="sample")
             stop = frozenset((self.tokenizer.eos,))
-            ids = list(self.engine.generate(self.request.sample_ids, stop, stopping=self.signals))
+            try:
+                ids = list(self.engine.generate(self.request.sample_ids, stop, stopping=self.signals))
+            except ValueError:
+                raise _not_finite(f"The output of the model at step {self.step}") from None
             text = self.tokenizer.decode(ids)
-            self.log.write({"step": self.step, "sample": text})
+            self.journal.log.write({"step": self.step, "sample": text})
             self.sender.send("sample", step=self.step, text=text, **self._memory())
 
     def _validation_batches(self) -> Iterator[list[Batch]]:
@@ -340,19 +338,36 @@ class Loop:
 
     def _export(self) -> None:
         self.sender.send("phase", name="export")
+        dtype: ExportDtype = "float32" if self.plan.numerics.precision != "bf16-mixed" else "bfloat16"
+        self._check_room(self.folder.final, export_bytes(self.shape, dtype))
         with self.store.reader() as reader:
             write_huggingface(
                 self.folder.final,
                 self.shape,
                 self.folder.model_config(),
                 exporter(reader, self.signals.check),
-                "float32" if self.plan.numerics.precision != "bf16-mixed" else "bfloat16",
+                dtype,
                 self.folder.model,
             )
         self.sender.send("export", path=str(self.folder.final), **self._memory())
 
+    def _check_room(self, path: Path, needed: int) -> None:
+        """Say what is missing before anything is written."""
+        free = self.disk.free_bytes(path.parent)
+        if needed > free:
+            raise DiskError(
+                f"{path}: the disk is full: {needed:,} bytes to write, {free:,} bytes free.",
+                f"free at least {needed - free:,} bytes there, then run the same command",
+            )
+
+
+def _not_finite(what: str) -> RunFailed:
+    return RunFailed(
+        f"{what} is not finite (NaN or infinity): the training has diverged, or the weights it began with "
+        "are broken.",
+        "start again in another --output-dir with a lower learning rate, or from whole weights",
+    )
+
 
 def _perplexity(loss: float) -> float:
     return math.exp(min(loss, 700.0))
-
-

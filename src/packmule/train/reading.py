@@ -13,7 +13,7 @@ from packmule.data.prepare import open_data
 from packmule.data.tokenizer import TextTokenizer
 from packmule.engine.engine import Engine, Needs
 from packmule.engine.executor import Stopped
-from packmule.errors import ConfigError
+from packmule.errors import ConfigError, RunFailed
 from packmule.graph.model import PlannedModel
 from packmule.spec.batch import Batch
 from packmule.spec.plan import Plan
@@ -87,6 +87,11 @@ def generate(request: Request, folder: RunFolder, sender: Sender, signals: Any) 
             sender.send("progress", phase="generate", done=done, total=total)
     except Stopped:
         raise signals.error() from None
+    except ValueError:
+        raise RunFailed(
+            f"The output of the model in {folder.state} is not finite (NaN or infinity).",
+            "its training has diverged: use an earlier checkpoint-N",
+        ) from None
     finally:
         engine.close()
     sender.send("text", text=tokenizer.decode(ids), tokens=len(ids))

@@ -79,14 +79,15 @@ def _follow(
         process.stdin.close()
     failure: dict[str, Any] | None = None
     ended = False
-    for line in process.stdout:
-        event = parse_event(line)
-        if event is None:
-            continue
-        if event["event"] == "error":
-            failure = event
-        ended = ended or event["event"] == "end"
-        on_event(event)
+    with process.stdout:
+        for line in process.stdout:
+            event = parse_event(line)
+            if event is None:
+                continue
+            if event["event"] == "error":
+                failure = event
+            ended = ended or event["event"] == "end"
+            on_event(event)
     return failure, ended
 
 
@@ -169,7 +170,9 @@ def interruptible() -> Iterator[None]:
 
 def _stopped(number: int, how: str) -> Interrupted:
     name = signal.Signals(number).name
-    return Interrupted(number, f"{how} by {name}; the last commit is kept.", "the same command carries on from it")
+    return Interrupted(
+        number, f"{how} by {name}; the last commit is kept.", "the same command carries on from it"
+    )
 
 
 def _sent_error(event: Mapping[str, Any]) -> PackmuleError:
