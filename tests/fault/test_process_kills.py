@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from jobs import LIKE, STEPS, Base, Job, Running, compare, gone, head_step
+from jobs import LIKE, STEPS, Base, Job, compare, head_step
+from processes import Running, gone
 
 MOMENTS = ("any", "plan", "load", "step", "step", "step", "evaluation", "sample", "snapshot", "export")
 VICTIMS = ("child", "parent", "both")

@@ -9,7 +9,8 @@ import time
 from pathlib import Path
 
 import pytest
-from jobs import DEADLINE, SNAPSHOT_EVERY, STEPS, Base, Job, alive, compare, gone, head_step
+from jobs import SNAPSHOT_EVERY, STEPS, Base, Job, compare, head_step
+from processes import DEADLINE, alive, gone
 
 STOP_SECONDS = 20.0
 """A stop takes a second or two; the rest is for a machine that is busy."""
