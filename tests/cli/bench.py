@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import random
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -12,12 +11,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from tests.fault.jobs import write_model, write_probe
-
-WORDS = (
-    "the", "mule", "carries", "grain", "over", "a", "hill", "and", "down", "to", "the", "mill", "by",
-    "noon", "where", "it", "rests", "in", "shade",
-)  # fmt: skip
+from tests.cli.tiny import texts, write_model, write_probe
 
 _MAIN = "import sys; from packmule.cli import main; sys.exit(main(sys.argv[1:]))"
 
@@ -81,17 +75,15 @@ class Bench:
             seed: of the texts.
         """
         write_model(folder / "model")
-        rng = random.Random(seed)
-        texts = [" ".join(rng.choice(WORDS) for _ in range(rng.randint(6, 50))) for _ in range(60)]
         bench = cls(folder)
-        bench.write_texts("text.jsonl", texts)
+        bench.write_texts("text.jsonl", texts(seed))
         write_probe(folder / "cache", folder)
         return bench
 
-    def write_texts(self, name: str, texts: list[str]) -> Path:
+    def write_texts(self, name: str, documents: list[str]) -> Path:
         """A .jsonl file."""
         path = self.folder / name
-        path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+        path.write_text("".join(json.dumps({"text": text}) + "\n" for text in documents))
         return path
 
     def job(self, name: str, **changes: Any) -> Path:
