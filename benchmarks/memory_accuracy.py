@@ -35,7 +35,7 @@ WORST, MEDIAN = 0.08, 0.04
 LEAST_BYTES = 1_000_000_000
 POLL_SECONDS = 0.01
 RUN_SECONDS = 600
-WORDS = "mule pack load road stone river bridge north rope hill camp water".split()
+WORDS = ("mule", "pack", "load", "road", "stone", "river", "bridge", "north", "rope", "hill")
 
 
 @dataclass(frozen=True)
@@ -103,7 +103,8 @@ def random_config(rng: random.Random, kind: str) -> dict[str, Any]:
     heads = hidden // head
     per_layer = hidden * hidden * 2 + 2 * hidden * head * (heads // group) + 3 * hidden * ffn
     least, most = {"blocks": (8e6, 20e6), "state": (88e6, 150e6), "weights": (140e6, 180e6)}[kind]
-    layers = max(1, round((rng.uniform(least, most) - vocab * hidden * (1 if tied else 2) * (kind != "blocks")) / per_layer))
+    outer = 0 if kind == "blocks" else vocab * hidden * (1 if tied else 2)
+    layers = max(1, round((rng.uniform(least, most) - outer) / per_layer))
     return {
         "model_type": "llama",
         "hidden_size": hidden,
@@ -163,9 +164,13 @@ def random_job(rng: random.Random, folder: Path) -> tuple[dict[str, Any], str]:
         "optim": {"learning_rate": 1e-4, "max_grad_norm": clip},
         "hardware": hardware,
     }
-    shape = "{num_hidden_layers} x {hidden_size}/{intermediate_size}, vocabulary {vocab_size}".format(**config)
+    shape = "{num_hidden_layers} x {hidden_size}/{intermediate_size}, vocabulary {vocab_size}".format(
+        **config
+    )
     name = f"{kind}: {shape}, {precision}, {rows} x {length}"
-    name += "".join(word for word, on in ((", clip", clip), (", eval", evaluates), (", sample", samples)) if on)
+    name += "".join(
+        word for word, on in ((", clip", clip), (", eval", evaluates), (", sample", samples)) if on
+    )
     return job, name
 
 
@@ -274,7 +279,9 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--first", type=int, default=0, help="number of the first job")
     parser.add_argument("--json", action="store_true", help="print JSON only")
-    parser.add_argument("--folder", type=Path, help="where runs go, one at a time; a temporary folder by default")
+    parser.add_argument(
+        "--folder", type=Path, help="where runs go, one at a time; a temporary folder by default"
+    )
     options = parser.parse_args()
     outcomes: list[Outcome] = []
     failures: list[str] = []
@@ -286,11 +293,16 @@ def main() -> int:
             shutil.rmtree(folder)
             (outcomes if isinstance(found, Outcome) else failures).append(found)  # type: ignore[arg-type]
             if not options.json:
-                print(show(number, found) if isinstance(found, Outcome) else f"{number:3}  FAILED {found}", flush=True)
+                print(
+                    show(number, found) if isinstance(found, Outcome) else f"{number:3}  FAILED {found}",
+                    flush=True,
+                )
     result = summary(outcomes, failures)
     if options.json:
         records = [{**asdict(o), "error": o.error, "kept": o.kept} for o in outcomes]
-        print(json.dumps({"seed": options.seed, **result, "outcomes": records, "failures": failures}, indent=2))
+        print(
+            json.dumps({"seed": options.seed, **result, "outcomes": records, "failures": failures}, indent=2)
+        )
     elif result["counted"]:
         print(
             f"\nseed {options.seed}: {result['jobs']} jobs, {result['counted']} counted; error median "

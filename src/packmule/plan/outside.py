@@ -8,8 +8,9 @@ from packmule.graph.step import StepGraph
 from packmule.shapes.bodies import DTYPES, compiled_bytes
 from packmule.spec.plan import Plan
 
-STAGING_BYTES = 24 << 20
-"""Import and export hold at most this much (one chunk and its conversions), and no workspace."""
+STAGING_BYTES = 32 << 20
+"""Import and export hold at most this much (one chunk and its conversions), and no workspace; some
+of it is there for what the heap's gaps and short-lived objects take."""
 
 TASK_BYTES = 2500
 """Objects of one task in Python: graph columns, buffers' ranges, tensors' views, its times (M: 1.5

@@ -13,7 +13,15 @@ from typing import Any
 
 from packmule.errors import Interrupted, PackmuleError, RunFailed
 from packmule.shapes.bodies import PRIMITIVES_KEPT
-from packmule.train.memory import limit_data, process_memory, trim_malloc, tune_caches, tune_malloc, unlimit_data
+from packmule.train.memory import (
+    limit_data,
+    process_memory,
+    trim_malloc,
+    tune_caches,
+    tune_malloc,
+    unlimit_data,
+    untouched_bytes,
+)
 from packmule.train.messages import Request, Sender
 
 
@@ -105,7 +113,7 @@ def _serve(request: Request, sender: Sender, signals: Signals) -> None:
         loop.prepare()
         trim_malloc()  # what the import left
         loop.engine.arena.touch()
-        limit_data(request.ram_bytes)
+        limit_data(request.ram_bytes, untouched_bytes(loop.plan.numerics.threads))
         loop.run()
         return
     from packmule.train.reading import evaluate, generate

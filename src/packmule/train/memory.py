@@ -14,6 +14,7 @@ _M_TRIM_THRESHOLD = -1
 _M_MMAP_MAX = -4
 _M_ARENA_MAX = -8
 _LARGEST = 2**31 - 1
+_GAPS = 12 << 20
 
 
 @dataclass(frozen=True)
@@ -94,10 +95,20 @@ def tune_caches(primitives: int) -> None:
         setenv(name, b"%d" % primitives, 1)
 
 
-def limit_data(allowed: int) -> bool:
+def untouched_bytes(threads: int) -> int:
+    """What a child still maps and hardly touches: stacks of threads to come, gaps in the heap
+    (M: 26 MB with two threads). A library that is refused such memory may well crash."""
+    stack, _ = resource.getrlimit(resource.RLIMIT_STACK)
+    return _GAPS + threads * (stack if stack != resource.RLIM_INFINITY else 2 << 20)
+
+
+def limit_data(allowed: int, untouched: int = 0) -> bool:
     """Make malloc fail once this process would exceed `allowed` resident bytes.
 
     RLIMIT_DATA counts address space, so what is mapped but not resident now stays allowed.
+
+    Args:
+        untouched: bytes that it may map besides, since it will not touch them.
 
     Returns:
         Whether a limit was set (where /proc exists).
@@ -105,7 +116,7 @@ def limit_data(allowed: int) -> bool:
     now = process_memory()
     if not now.data:
         return False
-    limit = now.data + max(0, allowed - now.resident)
+    limit = now.data + max(0, allowed - now.resident) + untouched
     _, hard = resource.getrlimit(resource.RLIMIT_DATA)
     if hard != resource.RLIM_INFINITY:
         limit = min(limit, hard)

@@ -19,7 +19,7 @@ from packmule.spec.batch import Batch
 from packmule.spec.plan import Plan
 from packmule.tiers.disk import PosixDisk
 from packmule.train.folder import RunFolder
-from packmule.train.memory import limit_data
+from packmule.train.memory import limit_data, untouched_bytes
 from packmule.train.messages import Request, Sender
 from packmule.train.setup import costs_of, make_kernels
 
@@ -34,7 +34,7 @@ def _engine(request: Request, folder: RunFolder, signals: Any) -> Engine:
     model = PlannedModel(folder.shape(), plan)
     engine = Engine(model, kernels, reader, disk, folder.state, costs, needs)
     engine.arena.touch()
-    limit_data(request.ram_bytes)
+    limit_data(request.ram_bytes, untouched_bytes(plan.numerics.threads))
     engine.load(signals)
     return engine
 

@@ -35,6 +35,9 @@ WATCH_BYTES = 2 << 20
 TOKENIZER_FACTOR = 16
 """Resident bytes of a loaded tokenizer per byte of its tokenizer.json (M: SmolLM2's 3.5 MB)."""
 
+TOKENIZER_LIBRARY_BYTES = 10 << 20
+"""Resident bytes of the tokenizers library (M: 8 to 10 MB)."""
+
 TOKENIZER_JSON_BYTES = 48
 """Bytes of tokenizer.json per token, where there is no such file yet (M: SmolLM2's has 32)."""
 
@@ -240,7 +243,7 @@ def tokenizer_bytes(model: Path, shape: ModelShape) -> int:
     """Resident bytes of a model's tokenizer; a bound where the model is not prepared yet."""
     path = model / "tokenizer.json"
     size = path.stat().st_size if path.exists() else shape.vocab * TOKENIZER_JSON_BYTES
-    return TOKENIZER_FACTOR * size
+    return TOKENIZER_LIBRARY_BYTES + TOKENIZER_FACTOR * size
 
 
 def refuse_unoffered(job: Job) -> None:

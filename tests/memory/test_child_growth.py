@@ -1,0 +1,44 @@
+"""What a child grows by while it works stays within what the planner counts."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from tests.memory.child_growth import SHAPE, TOKENS
+
+from packmule.kernels import native
+from packmule.shapes import bodies
+
+pytestmark = pytest.mark.skipif(
+    native.library_path() is None,
+    reason="the twin in torch allocates freely; the bound is for native kernels",
+)
+
+
+def grown(precision: str, kept: int, lengths: int) -> int:
+    """Run child_growth.py in a fresh process: malloc and libraries are set up before torch is loaded."""
+    script = Path(__file__).with_name("child_growth.py")
+    environment = {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+    done = subprocess.run(
+        [sys.executable, str(script), precision, str(kept), str(lengths)],
+        env=environment, capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    return int(done.stdout)
+
+
+@pytest.mark.parametrize("precision", ("fp32", "bf16-mixed"))
+def test_documents_of_ever_new_lengths_stay_within_the_prediction(precision: str) -> None:
+    types = bodies.DTYPES[precision]
+    allowed = bodies.compiled_bytes(types) + bodies.layer_workspace(SHAPE, TOKENS, types)
+    assert grown(precision, bodies.PRIMITIVES_KEPT, 24) <= allowed
+
+
+def test_without_a_limit_compiled_products_pile_up() -> None:
+    """Else the limit would be for nothing (oneDNN keeps 1024 by default)."""
+    types = bodies.DTYPES["bf16-mixed"]
+    allowed = bodies.compiled_bytes(types) + bodies.layer_workspace(SHAPE, TOKENS, types)
+    assert grown("bf16-mixed", 1024, 24) > 2 * allowed
