@@ -13,7 +13,7 @@ import random
 import shutil
 import signal
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -267,6 +267,12 @@ class Base:
         cache = f"cache {folder.name}"
         write_probe(self.path / cache, folder)
         return replace(self.job(out, plan, **flags), cache=cache)
+
+
+def some(names: Iterable[str], rng: random.Random, long: bool) -> list[str]:
+    """All cases in the long form of a suite, else one: a start costs seconds."""
+    found = list(names)
+    return found if long else [rng.choice(found)]
 
 
 # What a run holds

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import json
-import os
+import random
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from jobs import STEPS, Base, compare, head_step, state_of
+from jobs import PLANS, STEPS, Base, compare, head_step, some, state_of
 
 from packmule.errors import RunFailed
 from packmule.train.messages import Request
@@ -22,21 +22,19 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Base:
     return Base.of(tmp_path_factory.getbasetemp())
 
 
-@pytest.mark.parametrize("plan", ["ram", "on-fetch", "on-backward"])
-def test_a_loss_that_is_not_finite_is_never_committed(base: Base, tmp_path: Path, plan: str) -> None:
-    job = base.job(tmp_path / "run", plan, learning_rate="1e30", warmup_steps="0")
-    result = job.run()
-    result.refused(5, "not finite", "--max-grad-norm", "learning rate")
-    assert head_step(job.out) <= 1  # the first update was made of finite numbers
-    state_of(job.out)
-    again = job.run()
-    again.refused(5, "not finite")
+def test_a_loss_that_is_not_finite_is_never_committed(
+    base: Base, tmp_path: Path, seed: int, long: bool
+) -> None:
+    for plan in some(PLANS, random.Random(seed), long):
+        job = base.job(tmp_path / plan, plan, learning_rate="1e30", warmup_steps="0")
+        job.run().refused(5, "not finite", "--max-grad-norm", "learning rate")
+        assert head_step(job.out) <= 1  # the first update was made of finite numbers
+        state_of(job.out)
+        job.run().refused(5, "not finite")
 
 
 def test_weights_that_are_not_finite_are_told_at_the_first_step(base: Base, tmp_path: Path) -> None:
-    base.expected("on-backward")
-    model = base.job(tmp_path / "copy", "on-backward")
-    folder = base.copy(model.out, "on-backward").out / "final"
+    folder = base.copy(tmp_path / "copy", "on-backward").out / "final"
     poison(folder / "model.safetensors", "model.layers.1.mlp.up_proj.weight")
     flags = {"model": str(folder), "model.init": "pretrained"}
     job = base.job(tmp_path / "run", "on-backward", **flags)
@@ -56,14 +54,9 @@ def poison(path: Path, tensor: str) -> None:
     path.write_bytes(data)
 
 
-@pytest.mark.parametrize("plan", ["ram", "on-backward"])
-def test_a_budget_too_small_behind_the_planner_fails_in_words(base: Base, tmp_path: Path, plan: str) -> None:
-    job = base.job(tmp_path / "run", plan)
-    with job.start() as running:
-        assert running.until_phase("step", 3)
-        (child,) = running.children()
-        os.kill(child, 9)
-        running.end()
+def test_a_budget_too_small_behind_the_planner_fails_in_words(base: Base, tmp_path: Path) -> None:
+    plan = "on-backward"
+    job = base.partial(tmp_path / "run", plan)
     before = head_step(job.out)
     failure, events = run_with(job.out, job.variables, ram_bytes=0)
     assert failure is not None and failure.exit_code == 5

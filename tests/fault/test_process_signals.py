@@ -16,9 +16,9 @@ STOP_SECONDS = 20.0
 """A stop takes a second or two; the rest is for a machine that is busy."""
 
 PHASES = {
-    "ram": ("start", "load", "evaluation", "step", "step", "snapshot", "step", "export"),
-    "on-fetch": ("start", "load", "evaluation", "sample", "step", "step", "snapshot", "step", "export"),
-    "on-backward": ("plan", "step", "step", "snapshot"),
+    "ram": ("load", "evaluation", "step", "step", "snapshot", "export"),
+    "on-fetch": ("start", "load", "evaluation", "sample", "step", "snapshot", "step", "export"),
+    "on-backward": ("plan", "step", "snapshot"),
 }
 
 
