@@ -22,7 +22,10 @@ pytestmark = pytest.mark.skipif(
 def grown(precision: str, kept: int, lengths: int) -> int:
     """Run child_growth.py in a fresh process: malloc and libraries are set up before torch is loaded."""
     script = Path(__file__).with_name("child_growth.py")
-    environment = {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+    environment = {
+        "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
+        "OMP_WAIT_POLICY": "passive",  # as the parent of a run sets it
+    }
     done = subprocess.run(
         [sys.executable, str(script), precision, str(kept), str(lengths)],
         env=environment, capture_output=True, text=True, check=True,
@@ -34,11 +37,11 @@ def grown(precision: str, kept: int, lengths: int) -> int:
 def test_documents_of_ever_new_lengths_stay_within_the_prediction(precision: str) -> None:
     types = bodies.DTYPES[precision]
     allowed = bodies.compiled_bytes(types) + bodies.layer_workspace(SHAPE, TOKENS, types)
-    assert grown(precision, bodies.PRIMITIVES_KEPT, 24) <= allowed
+    assert grown(precision, bodies.PRIMITIVES_KEPT, 16) <= allowed
 
 
 def test_without_a_limit_compiled_products_pile_up() -> None:
     """Else the limit would be for nothing (oneDNN keeps 1024 by default)."""
     types = bodies.DTYPES["bf16-mixed"]
     allowed = bodies.compiled_bytes(types) + bodies.layer_workspace(SHAPE, TOKENS, types)
-    assert grown("bf16-mixed", 1024, 24) > 2 * allowed
+    assert grown("bf16-mixed", 1024, 16) > 2 * allowed

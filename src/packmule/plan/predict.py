@@ -103,7 +103,7 @@ def predict(situation: Situation, plan: Plan) -> Predicted:
     held, outside = held_bytes(plan, every.values()), outside_bytes(plan, every.values())
     base = baseline(situation)
     # The arena is touched once and stays: every phase but the import has all of it resident.
-    phases = []
+    phases: list[PhaseMemory] = []
     for name in every:
         phase = _PHASES.get(name.split(" ")[0] if name.startswith("evaluate") else name)
         if phase is None or any(known.phase == phase for known in phases):
@@ -123,7 +123,7 @@ def predict(situation: Situation, plan: Plan) -> Predicted:
 
 
 def _phase(name: str, parts: dict[str, int], disk: int) -> PhaseMemory:
-    return PhaseMemory(phase=name, ram_bytes=sum(parts.values()), parts=parts, disk_bytes=disk)  # type: ignore[arg-type]
+    return PhaseMemory(phase=name, ram_bytes=sum(parts.values()), parts=parts, disk_bytes=disk)
 
 
 def _times(

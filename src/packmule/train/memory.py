@@ -57,8 +57,10 @@ def tune_malloc() -> bool:
     return bool(mallopt(_M_MMAP_MAX, 0) and mallopt(_M_TRIM_THRESHOLD, _LARGEST))
 
 
-_MALLINFO2 = ("arena", "ordblks", "smblks", "hblks", "hblkhd")
-_MALLINFO2 += ("usmblks", "fsmblks", "uordblks", "fordblks", "keepcost")
+_MALLINFO2 = (
+    *("arena", "ordblks", "smblks", "hblks", "hblkhd"),
+    *("usmblks", "fsmblks", "uordblks", "fordblks", "keepcost"),
+)
 
 
 class _Mallinfo2(ctypes.Structure):
