@@ -64,7 +64,8 @@ def test_greedy_generation_repeats_itself_and_the_samples_of_training(trained: D
     assert text == generated(bench, "--tokens", "6", "--seed", "5")
     samples = [entry["sample"] for entry in entries(bench.folder / "run") if "sample" in entry]
     assert text == samples[-1]
-    assert bench.run("generate", "run", "--prompt", "the mule", "--tokens", "6").out == text + "\n"
+    plain = bench.run("generate", "run", "--prompt", "the mule", "--tokens", "6").succeeded()
+    assert plain.out == text + "\n"
 
 
 def test_sampling_repeats_with_its_seed_only(trained: Done, bench: Bench) -> None:
@@ -73,6 +74,17 @@ def test_sampling_repeats_with_its_seed_only(trained: Done, bench: Bench) -> Non
     assert text == generated(bench, *words, "--seed", "3")
     assert text != generated(bench, *words, "--seed", "4")
     assert generated(bench, *words, "--seed", "3", "--top-p", "0.001") == generated(bench, "--tokens", "20")
+
+
+def test_no_more_tokens_come_than_were_asked_for(trained: Done, bench: Bench) -> None:
+    from packmule.data.tokenizer import TextTokenizer
+
+    tokenizer = TextTokenizer.from_folder(bench.folder / "run" / "model")
+    one = generated(bench, "--tokens", "1")
+    three = generated(bench, "--tokens", "3")
+    assert len(tokenizer.encode([one])[0]) == 1
+    assert len(three) > len(one)
+    assert three.startswith(one)
 
 
 def test_texts_longer_than_a_row_go_on_to_the_models_last_position(trained: Done, bench: Bench) -> None:

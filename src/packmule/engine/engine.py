@@ -237,7 +237,7 @@ class Engine:
         nothing else run until the last token: the cache lies where steps have other buffers.
 
         Args:
-            prompt: token ids; the newest are kept if they leave no room.
+            prompt: token ids; only the newest are kept if there are more than the cache has positions.
             stop: ids after which nothing is generated; they are yielded too.
             temperature, top_p, seed: as in models.decode.sample.
         """
@@ -245,7 +245,7 @@ class Engine:
 
         self._check_settled()
         positions = self.needs.sample_tokens
-        ids = np.array(prompt[-(positions - 1) :], np.int64)
+        ids = np.array(prompt[-positions:], np.int64)
         generator = torch.Generator().manual_seed(seed)
         position, name, capacity = 0, "prompt", positions
         while True:

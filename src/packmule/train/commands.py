@@ -24,7 +24,7 @@ from packmule.tiers.disk import PosixDisk
 from packmule.train.folder import RunFolder, read_log
 from packmule.train.memory import process_memory
 from packmule.train.messages import Request
-from packmule.train.situation import RESERVE, shape_of, tokenizer_bytes
+from packmule.train.situation import RESERVE, shape_of, text_positions, tokenizer_bytes
 from packmule.train.transfer import exporter
 from packmule.train.watch import run_child
 
@@ -114,10 +114,11 @@ def generate(
     ids = (*start, *tokenizer.encode([prompt])[0])
     if not ids:
         raise ConfigError("`--prompt` is empty.", "give some text to continue")
-    positions = min(len(ids) + tokens, folder.shape().max_positions)
-    if len(ids) >= positions:
+    shape = folder.shape()
+    positions = text_positions(ids, tokens, shape)
+    if len(ids) > positions:
         raise ConfigError(
-            f"The prompt has {len(ids)} tokens, and the model has room for {positions} in all.",
+            f"The prompt has {len(ids)} tokens, and the model has room for {shape.max_positions}.",
             "shorten the prompt",
         )
     extra = {"temperature": temperature, "top_p": top_p, "seed": seed}
@@ -205,7 +206,7 @@ def export(run: Path, output: Path, environment: Environment, dtype: str = "bflo
         raise ConfigError(f"`--dtype` {dtype!r} is not offered.", f"use {' or '.join(EXPORT_DTYPES)}")
     with StateReader.open(PosixDisk(), folder.state, checksum()) as reader:
         write_huggingface(
-            output, folder.shape(), folder.model_config(), exporter(reader), dtype, folder.model  # type: ignore[arg-type]
+            output, folder.shape(), folder.model_config(), exporter(reader), dtype, folder.model
         )  # fmt: skip
     return output
 

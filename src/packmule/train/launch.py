@@ -33,6 +33,7 @@ from packmule.train.situation import (
     ram_budget,
     refuse_unoffered,
     shape_of,
+    text_positions,
     tokenizer_bytes,
     total_steps,
     with_own_memory,
@@ -184,10 +185,10 @@ class _Start:
         numerics = make_numerics(job, hardware, steps)
         if head is not None:
             numerics = self._numerics_of(head, numerics)
-        positions = len(report.sample_ids) + job.train.sample_tokens if report.sample_ids else 0
+        positions = text_positions(report.sample_ids, job.train.sample_tokens, shape)
         situation = make_situation(
             job, shape, hardware, ram_budget(job, hardware), report, numerics,
-            head is not None and not self.renumber, min(positions, shape.max_positions),
+            head is not None and not self.renumber, positions,
         )  # fmt: skip
         tokenizer = tokenizer_bytes(folder.model, shape) if positions else 0
         show.phase("plan")

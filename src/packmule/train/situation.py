@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
@@ -237,6 +237,11 @@ def shape_of(model: Path) -> ModelShape:
     if not model.exists():
         raise ConfigError(f"model {model} does not exist.", "give a Hugging Face folder or a .gguf file")
     return ModelShape.from_config(gguf_config(read_gguf(model)), str(model))
+
+
+def text_positions(prompt: Sequence[int], tokens: int, shape: ModelShape) -> int:
+    """Positions that are computed for a prompt and so many new tokens: the last one is never read."""
+    return min(len(prompt) + tokens - 1, shape.max_positions) if prompt else 0
 
 
 def tokenizer_bytes(model: Path, shape: ModelShape) -> int:
