@@ -53,7 +53,9 @@ def _gradients(runtime: Runtime, task: Task, block: int) -> dict[str, Tensor]:
     return runtime.views(task.get(BufferKind.GRADIENT, block).offset, runtime.plane_layouts[block])
 
 
-def _scratch(runtime: Runtime, task: Task, kind: BufferKind, make: Specs, *rest: Hashable) -> dict[str, Tensor]:
+def _scratch(
+    runtime: Runtime, task: Task, kind: BufferKind, make: Specs, *rest: Hashable
+) -> dict[str, Tensor]:
     return runtime.views(task.get(kind).offset, runtime.layout(make, *rest))
 
 
@@ -113,7 +115,11 @@ def layer_backward(runtime: Runtime, task: Task) -> None:
 
 
 def head_loss(runtime: Runtime, task: Task) -> None:
-    types, tokens, shared = runtime.model.types, _tokens(runtime, task), runtime.model.blocks[task.block].shared
+    types, tokens, shared = (
+        runtime.model.types,
+        _tokens(runtime, task),
+        runtime.model.blocks[task.block].shared,
+    )
     chunk = min(runtime.model.plan.numerics.loss_chunk, tokens)
     grads = _gradients(runtime, task, task.block)
     if shared is not None:
@@ -257,7 +263,9 @@ def update(runtime: Runtime, task: Task) -> None:
         role = next(p.role for p in block.parameters if p.name == entry.name)
         weight = None
         if target is not None:
-            at = runtime.weight_layouts[task.block][entry.name].offset + skip // item * ITEMSIZE[types.compute]
+            at = (
+                runtime.weight_layouts[task.block][entry.name].offset + skip // item * ITEMSIZE[types.compute]
+            )
             weight = _tensor(runtime, target.offset + at, count, types.compute)
         values = _tensor(runtime, gradient.offset + gradient_base + inside, count, types.gradient)
         runtime.rule.apply(runtime.kernels, shared, role, planes, values, weight)

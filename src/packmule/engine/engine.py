@@ -116,9 +116,7 @@ class Engine:
             self.arena.memory[:] = b"\xff" * self.arena.bytes
         work = max(graph.extent(Tier.DISK) for graph in graphs.values())
         self.runtime = Runtime(model, kernels, store, disk, folder, self.arena, work, needs.sample_tokens)
-        self.programs = {
-            name: Program(self.runtime, graph, BODIES, poison) for name, graph in graphs.items()
-        }
+        self.programs = {name: Program(self.runtime, graph, BODIES, poison) for name, graph in graphs.items()}
         self._pending: _Pending | None = None
         self._committed = True
         self._running: Program | None = None
@@ -203,9 +201,7 @@ class Engine:
                 self._run("commit", stopping=stopping)
         self._committed = True
 
-    def evaluate(
-        self, batches: Iterator[list[Batch]], stopping: Stopping | None = None
-    ) -> tuple[float, int]:
+    def evaluate(self, batches: Iterator[list[Batch]], stopping: Stopping | None = None) -> tuple[float, int]:
         """(sum of losses, targets) over groups of micro-batches as `evaluation_groups` cuts them.
 
         Nothing may be pending: `settle` first.
@@ -300,9 +296,7 @@ class Engine:
             raise RuntimeError("an update is pending: settle first")
 
     def _state(self, batches: Sequence[Batch], capacities: tuple[int, ...]) -> StepState:
-        state = StepState(
-            batches=[TokenBatch.from_batch(batch) for batch in batches], capacities=capacities
-        )
+        state = StepState(batches=[TokenBatch.from_batch(batch) for batch in batches], capacities=capacities)
         self.runtime.state = state
         return state
 

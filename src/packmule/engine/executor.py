@@ -70,7 +70,9 @@ class _Run:
             amount = int(self._graph.amounts[starts[task]])
             least[home] = min(least.get(home, amount), amount)
         capacity = self._graph.capacity.tolist()
-        return [max(1, capacity[r] // least[r]) if least.get(r) else int(r in least) for r in range(len(capacity))]
+        return [
+            max(1, capacity[r] // least[r]) if least.get(r) else int(r in least) for r in range(len(capacity))
+        ]
 
     def dispatch(self) -> None:
         """Start what may start. Caller holds the lock."""
@@ -183,7 +185,9 @@ def execute(
     run = _Run(graph, body, books, stop_after, stopping)
     home = graph.resources.index(main) if main is not None else -1
     threads = [
-        threading.Thread(target=run.work, args=(resource,), daemon=True, name=f"packmule-{graph.resources[resource]}")
+        threading.Thread(
+            target=run.work, args=(resource,), daemon=True, name=f"packmule-{graph.resources[resource]}"
+        )
         for resource, lanes in enumerate(run.lanes())
         for _ in range(0 if resource == home else lanes)
     ]

@@ -39,9 +39,15 @@ class Task:
         if self.kind == TaskKind.COMMIT:
             return
         for buffer in graph.touched(index).tolist():
-            key = (int(graph.buffer_tier[buffer]), int(graph.buffer_kind[buffer]), int(graph.buffer_block[buffer]))
+            key = (
+                int(graph.buffer_tier[buffer]),
+                int(graph.buffer_kind[buffer]),
+                int(graph.buffer_block[buffer]),
+            )
             self._buffers[key] = Range(
-                int(graph.buffer_offset[buffer]), int(graph.buffer_bytes[buffer]), int(graph.buffer_micro[buffer])
+                int(graph.buffer_offset[buffer]),
+                int(graph.buffer_bytes[buffer]),
+                int(graph.buffer_micro[buffer]),
             )
 
     def find(self, kind: BufferKind, block: int | None = None, tier: Tier = Tier.RAM) -> Range | None:
@@ -79,9 +85,7 @@ class Program:
         self._changes = np.isin(graph.kind, (TaskKind.UPDATE, TaskKind.WRITE_STATE))
         self._ledger: Ledger | None = None
 
-    def run(
-        self, *, stop_after: int | None = None, stopping: Callable[[], bool] | None = None
-    ) -> Timeline:
+    def run(self, *, stop_after: int | None = None, stopping: Callable[[], bool] | None = None) -> Timeline:
         """Execute the graph once; arguments and errors as in `execute`."""
         ledger = Ledger(self.graph, self._released if self._poison else None, check=self._poison)
         self._ledger = ledger

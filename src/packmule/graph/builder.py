@@ -53,7 +53,9 @@ class GraphBuilder:
         A buffer with `at` is persistent: it lies at that offset before, during and after the
         graph. The others exist from their first to their last task.
         """
-        self._buffers.append((kind, tier, size, -1 if at is None else at, at is not None, rank, block, micro, part))
+        self._buffers.append(
+            (kind, tier, size, -1 if at is None else at, at is not None, rank, block, micro, part)
+        )
         self._first.append(-1)
         self._last.append(-1)
         self._writer.append(-1)

@@ -97,7 +97,14 @@ class Emitter:
     # Disk tasks
 
     def disk_task(
-        self, kind: TaskKind, size: int, reads: list[int], writes: list[int], block: int, micro: int = -1, part: int = -1
+        self,
+        kind: TaskKind,
+        size: int,
+        reads: list[int],
+        writes: list[int],
+        block: int,
+        micro: int = -1,
+        part: int = -1,
     ) -> None:
         """A transfer of `size` bytes."""
         name = kind.name
@@ -156,7 +163,9 @@ class Emitter:
             ], [target]
         if place.state == "ram":
             state = self.resident(BufferKind.STATE, Tier.RAM, block)
-            return [Piece(None, lambda: self.cast(state, target, block, -1, model.plane_bytes[block]))], [target]
+            return [Piece(None, lambda: self.cast(state, target, block, -1, model.plane_bytes[block]))], [
+                target
+            ]
         return self.master_stream(block, target), [target]
 
     def master_stream(self, block: int, target: int) -> Stream:
@@ -181,7 +190,9 @@ class Emitter:
 
     def cast(self, source: int, target: int, block: int, part: int, size: int) -> None:
         """Masters (`size` bytes of them) to compute weights."""
-        self.core_task(TaskKind.CAST, self.costs.compute(moved=size * 1.5), [source], [target], block, part=part)
+        self.core_task(
+            TaskKind.CAST, self.costs.compute(moved=size * 1.5), [source], [target], block, part=part
+        )
 
     # Updates
 
@@ -247,7 +258,9 @@ class Emitter:
                 slots.append(slot)
                 if model.plan.placement.state == "ram":
                     state = self.resident(BufferKind.STATE, Tier.RAM, block)
-                    stream.append(Piece(None, self._store(size * len(model.planes), state, slot, block, part)))
+                    stream.append(
+                        Piece(None, self._store(size * len(model.planes), state, slot, block, part))
+                    )
 
         def seal() -> None:
             self.builder.task(

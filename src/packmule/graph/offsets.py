@@ -24,8 +24,7 @@ def assign_offsets(first: np.ndarray, last: np.ndarray, size: np.ndarray) -> np.
     offset = np.zeros(count, np.int64)
     order = np.lexsort((first, -size))
     placed = np.zeros(count, np.int64)  # indices in placement order
-    number = 0
-    for buffer in order.tolist():
+    for number, buffer in enumerate(order.tolist()):
         done = placed[:number]
         alive = done[(first[done] <= last[buffer]) & (last[done] >= first[buffer])]
         address = 0
@@ -39,7 +38,6 @@ def assign_offsets(first: np.ndarray, last: np.ndarray, size: np.ndarray) -> np.
             address = int(gap_starts[np.flatnonzero(gap_ends - gap_starts >= size[buffer])[0]])
         offset[buffer] = address
         placed[number] = buffer
-        number += 1
     return offset
 
 

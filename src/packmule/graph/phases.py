@@ -36,7 +36,9 @@ def build_load(model: PlannedModel, costs: Costs) -> StepGraph:
             def read(s: int = total, a: int = slot, b: int = where, i: int = index, p: int = part) -> None:
                 emitter.disk_task(TaskKind.READ_STATE, s, [a], [b], i, part=p)
 
-            def cast(a: int = where, b: int | None = target, i: int = index, p: int = part, s: int = size) -> None:
+            def cast(
+                a: int = where, b: int | None = target, i: int = index, p: int = part, s: int = size
+            ) -> None:
                 if b is not None:
                     emitter.cast(a, b, i, p, s)
 

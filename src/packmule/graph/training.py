@@ -152,7 +152,9 @@ class _Step:
             return emitter.weights(block)
         source = None if place.gradients == "disk" else self.gradient(block)
         if model.master_is_weights:
-            return emitter.update(block, source, self.scale, None), [emitter.resident(BufferKind.STATE, Tier.RAM, block)]
+            return emitter.update(block, source, self.scale, None), [
+                emitter.resident(BufferKind.STATE, Tier.RAM, block)
+            ]
         if place.weights == "ram":
             target = emitter.resident(BufferKind.WEIGHTS, Tier.RAM, block)
         else:
@@ -172,7 +174,9 @@ class _Step:
         saved = self.keep_saved(block, micro)
         if not self.plan.recompute[block - 1]:
             self.saved[block, micro] = saved
-        scratch = emitter.scratch(bodies.layer_forward_scratch(model.shape, tokens, model.types), block, micro)
+        scratch = emitter.scratch(
+            bodies.layer_forward_scratch(model.shape, tokens, model.types), block, micro
+        )
         emitter.core_task(
             TaskKind.LAYER_FORWARD,
             emitter.forward_seconds(tokens),
@@ -201,7 +205,9 @@ class _Step:
     def _loss(self, micro: int, weights: list[int], shared: int | None) -> None:
         emitter, model, tokens, block = self.emitter, self.model, self.tokens[micro], self.head
         chunk = min(self.plan.numerics.loss_chunk, tokens)
-        scratch = emitter.scratch(bodies.head_scratch(model.shape, chunk, model.types, train=True), block, micro)
+        scratch = emitter.scratch(
+            bodies.head_scratch(model.shape, chunk, model.types, train=True), block, micro
+        )
         owners = [block] if shared is None else [block, shared]
         flops = 3 * bodies.head_flops(model.shape, tokens)
         moved = 3.0 * tokens * model.shape.vocab * model.input_itemsize
@@ -219,11 +225,10 @@ class _Step:
     def backward(self, block: int, micros: list[int]) -> Visit:
         """Fetch weights and spilled inputs, run; the aftermath is `complete`'s."""
         visit = Visit()
-        emitter, model = self.emitter, self.model
         if block == 0:
             visit.compute = [lambda m=micro: self._embed_backward(m) for micro in micros]
             return visit
-        visit.fetch, weights = emitter.weights(block)
+        visit.fetch, weights = self.emitter.weights(block)
         visit.fetch = list(visit.fetch)
         for micro in micros:
             if self.spills(block):
@@ -242,7 +247,9 @@ class _Step:
         emitter, model, tokens = self.emitter, self.model, self.tokens[micro]
         recompute = self.plan.recompute[block - 1]
         saved = self.keep_saved(block, micro) if recompute else self.saved.pop((block, micro))
-        scratch = emitter.scratch(bodies.layer_backward_scratch(model.shape, tokens, model.types), block, micro)
+        scratch = emitter.scratch(
+            bodies.layer_backward_scratch(model.shape, tokens, model.types), block, micro
+        )
         dy = self.output_gradient(micro)
         reads = [*weights, self.input(block, micro), dy]
         emitter.core_task(
@@ -290,7 +297,9 @@ class _Step:
         return stream
 
     def _store_gradient(self, size: int, source: int, stored: int, block: int, part: int) -> Op:
-        return lambda: self.emitter.disk_task(TaskKind.WRITE_GRADIENT, size, [source], [stored], block, part=part)
+        return lambda: self.emitter.disk_task(
+            TaskKind.WRITE_GRADIENT, size, [source], [stored], block, part=part
+        )
 
     def update(self, block: int, gradient: int | None) -> Stream:
         """The rule outside a forward fetch; compute weights that are kept are renewed too."""
@@ -308,7 +317,9 @@ class _Step:
     def clip(self) -> None:
         """The clip factor from all norms."""
         if self.scale is not None:
-            self.emitter.core_task(TaskKind.CLIP, self.emitter.costs.task_seconds, self.norms, [self.scale], -1)
+            self.emitter.core_task(
+                TaskKind.CLIP, self.emitter.costs.task_seconds, self.norms, [self.scale], -1
+            )
 
     # The step
 
