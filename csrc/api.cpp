@@ -6,9 +6,12 @@
 #define PM_API extern "C" __attribute__((visibility("default")))
 
 // Raised whenever a function's arguments change; the Python face refuses any other.
-PM_API int pm_abi() { return 1; }
+PM_API int pm_abi() { return 2; }
 
-PM_API packmule::Pool* pm_create(int threads) { return packmule::pool_create(threads); }
+// team: GOMP_parallel's address, or null for threads of the pool's own.
+PM_API packmule::Pool* pm_create(int threads, packmule::Team team) {
+  return packmule::pool_create(threads, team);
+}
 
 PM_API void pm_destroy(packmule::Pool* pool) { packmule::pool_destroy(pool); }
 

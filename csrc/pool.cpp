@@ -49,6 +49,9 @@ struct Pool {
   std::mutex sleep;
   std::condition_variable wake;
   std::vector<pthread_t> workers;
+  Team team = nullptr;
+  int team_threads = 1;
+  pthread_t owner{};
 
   // Claims and runs parts of the current call until none is left. A successful claim keeps
   // the call alive, so function and context are stable after it.
@@ -84,8 +87,31 @@ struct Pool {
   }
 };
 
-Pool* pool_create(int threads) {
+namespace {
+
+struct TeamCall {
+  std::atomic<int> next{0};
+  int parts;
+  PartFunction function;
+  void* context;
+};
+
+void team_member(void* data) {
+  auto* call = static_cast<TeamCall*>(data);
+  for (int part; (part = call->next.fetch_add(1, std::memory_order_relaxed)) < call->parts;)
+    call->function(call->context, part, call->parts);
+}
+
+}  // namespace
+
+Pool* pool_create(int threads, Team team) {
   auto* pool = new Pool;
+  if (team != nullptr) {
+    pool->team = team;
+    pool->team_threads = threads;
+    pool->owner = pthread_self();
+    return pool;
+  }
   pthread_attr_t attributes;
   pthread_attr_init(&attributes);
   pthread_attr_setstacksize(&attributes, kStackBytes);
@@ -121,9 +147,19 @@ void pool_destroy(Pool* pool) {
   delete pool;
 }
 
-int pool_threads(const Pool* pool) { return static_cast<int>(pool->workers.size()) + 1; }
+int pool_threads(const Pool* pool) {
+  return pool->team != nullptr ? pool->team_threads : static_cast<int>(pool->workers.size()) + 1;
+}
 
 void pool_run(Pool* pool, int parts, PartFunction function, void* context) {
+  if (pool->team != nullptr && parts > 1 && pthread_equal(pool->owner, pthread_self())) {
+    TeamCall call;
+    call.parts = parts;
+    call.function = function;
+    call.context = context;
+    pool->team(team_member, &call, static_cast<unsigned>(pool->team_threads), 0);
+    return;
+  }
   std::unique_lock<std::mutex> mine(pool->caller, std::try_to_lock);
   if (parts == 1 || pool->workers.empty() || !mine.owns_lock()) {
     for (int part = 0; part < parts; ++part) function(context, part, parts);

@@ -9,7 +9,14 @@ struct Pool;
 
 using PartFunction = void (*)(void* context, int part, int parts);
 
-Pool* pool_create(int threads);
+// GOMP_parallel of a GNU OpenMP run time: runs function(data) on so many threads of the team that
+// belongs to the calling thread.
+using Team = void (*)(void (*function)(void*), void* data, unsigned threads, unsigned flags);
+
+// With a team, calls of the creating thread run on it and the pool has no threads of its own: a
+// matrix multiply of the same run time leaves its workers spinning on the cores a while, where
+// threads of ours would have to fight them.
+Pool* pool_create(int threads, Team team);
 void pool_destroy(Pool* pool);
 int pool_threads(const Pool* pool);
 

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 __all__ = ["checksum", "load"]
 
 
-def load(threads: int, isa: str | None = None) -> Kernels:
+def load(threads: int, isa: str | None = None, share: bool = False) -> Kernels:
     """The kernels for this machine.
 
     Args:
@@ -27,6 +27,8 @@ def load(threads: int, isa: str | None = None) -> Kernels:
         isa: "scalar", "avx2" or "avx512" asks for one build of the native library; None takes
             the widest this CPU runs, or the torch twin where the library is not built;
             "torch" asks for the twin.
+        share: run on torch's threads where they can be found (torch must be imported, and the
+            calling thread is the one that will compute).
 
     Raises:
         ValueError: threads below 1, an unknown isa, or one this CPU or build lacks.
@@ -37,7 +39,7 @@ def load(threads: int, isa: str | None = None) -> Kernels:
         from packmule.kernels import native
 
         if isa is not None or native.library_path() is not None:
-            return native.NativeKernels(threads, isa)
+            return native.NativeKernels(threads, isa, native.openmp_team() if share else None)
     from packmule.kernels.reference import TorchKernels
 
     return TorchKernels(threads)

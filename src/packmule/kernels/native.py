@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 ISAS = ("avx512", "avx2", "scalar")
 """Widest first."""
 
-ABI = 1
+ABI = 2
 CODES = {"float32": 0, "bfloat16": 1, "float64": 2}
 
 _P, _I, _L, _D = ctypes.c_void_p, ctypes.c_int, ctypes.c_int64, ctypes.c_double
@@ -62,7 +62,7 @@ def _open() -> ctypes.CDLL:
     library = ctypes.CDLL(str(path))
     if library.pm_abi() != ABI:
         raise ValueError(f"{path} was built from other sources; build it again")
-    library.pm_create.argtypes, library.pm_create.restype = [_I], _P
+    library.pm_create.argtypes, library.pm_create.restype = [_I, _P], _P
     library.pm_destroy.argtypes, library.pm_destroy.restype = [_P], None
     library.pm_runs.argtypes = [ctypes.c_char_p]
     library.pm_crc32c.argtypes = [_P, ctypes.c_size_t, ctypes.c_uint32, _I]
@@ -78,6 +78,20 @@ def available() -> tuple[str, ...]:
     return tuple(isa for isa in ISAS if library.pm_runs(isa.encode()))
 
 
+def openmp_team(maps: Path = Path("/proc/self/maps")) -> int | None:
+    """The address of GOMP_parallel in the GNU OpenMP run time that this process has loaded (torch's),
+    or None. Matrix products leave its workers spinning for a while; kernels that run on the same
+    workers need not fight them for the cores."""
+    try:
+        lines = maps.read_text().splitlines()
+    except OSError:
+        return None
+    paths = {line.split(maxsplit=5)[5] for line in lines if "libgomp" in line}
+    if len(paths) != 1:
+        return None
+    return ctypes.cast(ctypes.CDLL(paths.pop()).GOMP_parallel, _P).value
+
+
 class NativeKernels:
     """`packmule.kernels.contract.Kernels` in csrc.
 
@@ -86,6 +100,8 @@ class NativeKernels:
     Args:
         threads: of the pool, the calling thread included.
         isa: one of ISAS, or None for the widest this CPU runs.
+        team: address of the GOMP_parallel whose threads the creating thread shares (see
+            `openmp_team`), or None for threads of its own.
 
     Raises:
         ValueError: the library is not built, or lacks the isa, or the CPU does.
@@ -93,7 +109,7 @@ class NativeKernels:
 
     family: Family = "native"
 
-    def __init__(self, threads: int, isa: str | None = None) -> None:
+    def __init__(self, threads: int, isa: str | None = None, team: int | None = None) -> None:
         library = _open()
         runs = [name for name in ISAS if library.pm_runs(name.encode())]
         if isa is not None and isa not in runs:
@@ -106,7 +122,7 @@ class NativeKernels:
             function.argtypes = [_P, *arguments]
             self._functions[name] = function
         self._crc = library.pm_crc32c
-        self._pool = library.pm_create(threads)
+        self._pool = library.pm_create(threads, team)
         if not self._pool:
             raise ValueError(f"cannot start {threads} threads")
         self._finalizer = weakref.finalize(self, library.pm_destroy, self._pool)

@@ -23,7 +23,8 @@ from packmule.train.folder import RunFolder
 def make_kernels(plan: Plan) -> Kernels:
     """The kernels and torch threads that a plan's numerics name."""
     torch.set_num_threads(plan.numerics.threads)
-    return load(plan.numerics.threads, None if plan.numerics.kernels == "native" else "torch")
+    isa = None if plan.numerics.kernels == "native" else "torch"
+    return load(plan.numerics.threads, isa, share=True)
 
 
 def make_store(disk: Disk, folder: RunFolder, shape: ModelShape, plan: Plan, kernels: Kernels) -> StateStore:
