@@ -39,7 +39,7 @@ SETTLED = 2
 """Steps after which everything is settled once, then the run goes on."""
 
 RUN = Path("/run")
-SAMPLED = 25
+SAMPLED = 15
 """Mutants per plan and kind without `--long`."""
 
 PLANS = {

@@ -21,7 +21,7 @@ from packmule.tiers.disk import Disk, PosixDisk
 
 STEPS = 5
 TWO_THREADS_STEPS = 2
-SAMPLED = 25
+SAMPLED = 12
 
 AXES = {
     "precision": ("fp32", "bf16-mixed"),

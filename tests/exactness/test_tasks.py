@@ -37,7 +37,7 @@ from packmule.spec.timeline import Timeline
 
 STEPS = 3
 LAYERS = 4
-SAMPLED = 20
+SAMPLED = 10
 """Stops per plan without `--long`."""
 
 RUN = Path("/run")

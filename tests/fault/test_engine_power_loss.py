@@ -18,7 +18,7 @@ from packmule.kernels.contract import Kernels
 from packmule.spec.plan import Placement
 
 STEPS = 4
-STATES = 120
+STATES = 80
 LONG_STATES = 2_000
 """States per plan that are recovered and finished."""
 
