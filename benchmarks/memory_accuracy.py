@@ -256,7 +256,8 @@ def show(number: int, found: Outcome) -> str:
     return (
         f"{number:3}  predicted {found.predicted / 1e6:7.0f} MB  measured {found.measured / 1e6:7.0f} MB  "
         f"above baseline {(found.measured - found.baseline) / 1e6:6.0f} MB  error {found.error:+7.1%}  "
-        f"budget {found.budget / 1e6:7.0f} MB {verdict}  ({found.seconds:.0f} s)\n     {found.job}; {found.plan}"
+        f"budget {found.budget / 1e6:7.0f} MB {verdict}  ({found.seconds:.0f} s)\n"
+        f"     {found.job}; {found.plan}"
     )
 
 

@@ -19,13 +19,14 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 SHAPES = {
     "374m": {
@@ -78,20 +79,25 @@ def run_peer(shape: str, precision: str, steps: int) -> dict[str, object]:
     return {"seconds": seconds[1:], "peak": peak_bytes(), "loss": float(loss.detach())}
 
 
-def run_packmule(shape: str, precision: str, steps: int, clip: float | None, budget: int) -> dict[str, object]:
+def run_packmule(
+    shape: str, precision: str, steps: int, clip: float | None, budget: int
+) -> dict[str, object]:
     """The engine under the plan that the planner finds for a budget."""
-    from packmule.train.memory import tune_malloc
+    from packmule.shapes.bodies import PRIMITIVES_KEPT
+    from packmule.train.memory import tune_caches, tune_malloc
 
     tune_malloc()
+    tune_caches(PRIMITIVES_KEPT)
     import torch
 
     torch.set_grad_enabled(False)
     import numpy as np
+
     from packmule.checkpoint.head import Progress
+    from packmule.data.manifest import random_manifest
     from packmule.engine.engine import Engine, Needs
     from packmule.graph.model import PlannedModel
     from packmule.models.weights.source import RandomSource
-    from packmule.data.manifest import random_manifest
     from packmule.optim.adamw import Update
     from packmule.plan.search import search
     from packmule.probe import load
@@ -111,7 +117,8 @@ def run_packmule(shape: str, precision: str, steps: int, clip: float | None, bud
         model_shape = ModelShape.from_config(config, "benchmark")
         job = load_job(
             f"model: {{path: none-needed}}\n"
-            f"train: {{output_dir: {name}, max_seq_length: {LENGTH}, global_batch_size: {ROWS}, max_steps: {steps + 1}, "
+            f"train: {{output_dir: {name}, max_seq_length: {LENGTH}, global_batch_size: {ROWS}, "
+            f"max_steps: {steps + 1}, "
             f"precision: {precision}, recompute: {'auto' if clip is None else 'true'}}}\n"
             f"optim: {{learning_rate: 1e-4, lr_scheduler: constant, max_grad_norm: {clip or 0}}}\n"
             "checkpoint: {commit_steps: 1000}\n"
@@ -121,10 +128,11 @@ def run_packmule(shape: str, precision: str, steps: int, clip: float | None, bud
         numerics = make_numerics(job, hardware, steps + 1)
         situation = make_situation(job, model_shape, hardware, budget, None, numerics, False, 0)
         # Alone in its process: what the parent of a run would take is not there.
-        situation = situation.__class__(
-            **{**situation.__dict__, "mean_length": float(LENGTH),
-               "hardware": hardware.model_copy(update={"parent_baseline_bytes": 0})}
-        )  # fmt: skip
+        situation = replace(
+            situation,
+            mean_length=float(LENGTH),
+            hardware=hardware.model_copy(update={"parent_baseline_bytes": 0}),
+        )
         plan = search(situation).plan
         kernels, disk = make_kernels(plan), PosixDisk()
         folder = RunFolder(Path(name), Path(name))
@@ -192,13 +200,11 @@ def step_flops(shape: str) -> float:
     return ROWS * LENGTH * (6.0 * weights + attention)
 
 
-def contender(name: str, shape: str, precision: str, steps: int, ceiling: int) -> dict[str, object]:
+def contender(name: str, shape: str, precision: str, steps: int, ceiling: int) -> dict[str, Any]:
     """Run one contender in a process of its own."""
     variables = dict(os.environ)
     if name == "tuned":
         variables |= TUNED
-    elif name in ("packmule", "clipped"):
-        variables["OMP_WAIT_POLICY"] = "passive"
     command = [sys.executable, __file__, "--role", name, "--shape", shape, "--precision", precision]
     command += ["--steps", str(steps), "--ceiling", str(ceiling)]
     done = subprocess.run(command, env=variables, capture_output=True, text=True)
@@ -209,7 +215,9 @@ def contender(name: str, shape: str, precision: str, steps: int, ceiling: int) -
 
 def main() -> None:
     """Print one table per shape and precision."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--shape", choices=[*SHAPES, "all"], default="all")
     parser.add_argument("--precision", choices=["bf16-mixed", "fp32", "all"], default="all")
     parser.add_argument("--steps", type=int, default=2)
@@ -231,33 +239,46 @@ def main() -> None:
             compare(shape, precision, given.steps, given.rounds)
 
 
+@dataclass
+class Column:
+    """One contender's rounds."""
+
+    seconds: list[float] = field(default_factory=list)
+    peak: float = 0.0
+    plan: str = ""
+
+
 def compare(shape: str, precision: str, steps: int, rounds: int) -> None:
     """All contenders, in rounds."""
-    results: dict[str, list[dict[str, object]]] = {}
+    columns = {name: Column() for name in ("plain", "tuned", "packmule", "clipped")}
     rates = []
     for _ in range(rounds):
-        for name in ("plain", "tuned", "packmule", "clipped"):
-            plain_peak = float(results["plain"][0]["peak"]) if "plain" in results else 0.0  # type: ignore[arg-type]
-            ceiling = int(0.6 * plain_peak) if name == "packmule" else int(6.5 * GIB)
-            results.setdefault(name, []).append(contender(name, shape, precision, steps, ceiling))
+        for name, column in columns.items():
+            ceiling = int(0.6 * columns["plain"].peak) if name == "packmule" else int(6.5 * GIB)
+            found = contender(name, shape, precision, steps, ceiling)
+            column.seconds += found["seconds"]
+            column.peak = max(column.peak, found["peak"])
+            column.plan = found.get("plan", "")
             rates.append(measured_matmul(precision))
     limit = step_flops(shape) / max(rates)
     print(
-        f"\n{shape}, {precision}, {ROWS * LENGTH} tokens a step; {platform.processor() or platform.machine()}, "
-        f"{os.cpu_count()} CPUs; matmul {max(rates) / 1e9:.0f} GFLOP/s, so a step takes at least {limit:.2f} s"
+        f"\n{shape}, {precision}, {ROWS * LENGTH} tokens a step, {os.cpu_count()} CPUs; "
+        f"matmul {max(rates) / 1e9:.0f} GFLOP/s, so a step takes at least {limit:.2f} s"
     )
-    print(f"{'':<10}{'seconds':>9}{'min..max':>16}{'of limit':>10}{'vs plain':>10}{'vs tuned':>10}{'peak GiB':>10}{'of plain':>10}")
-    medians = {name: statistics.median(s for r in rows for s in r["seconds"]) for name, rows in results.items()}  # type: ignore[attr-defined]
-    peaks = {name: max(float(r["peak"]) for r in rows) for name, rows in results.items()}  # type: ignore[arg-type]
-    for name, rows in results.items():
-        every = [s for r in rows for s in r["seconds"]]  # type: ignore[attr-defined]
+    heads = (("seconds", 9), ("min..max", 16), ("of limit", 10), ("vs plain", 10), ("vs tuned", 10))
+    heads = (*heads, ("peak GiB", 10), ("of plain", 10))
+    print(f"{'':<10}" + "".join(f"{head:>{width}}" for head, width in heads))
+    medians = {name: statistics.median(column.seconds) for name, column in columns.items()}
+    for name, column in columns.items():
+        spread = f"{min(column.seconds):.2f}..{max(column.seconds):.2f}"
         print(
-            f"{name:<10}{medians[name]:>9.2f}{f'{min(every):.2f}..{max(every):.2f}':>16}{limit / medians[name]:>10.0%}"
+            f"{name:<10}{medians[name]:>9.2f}{spread:>16}{limit / medians[name]:>10.0%}"
             f"{medians['plain'] / medians[name]:>9.2f}x{medians['tuned'] / medians[name]:>9.2f}x"
-            f"{peaks[name] / GIB:>10.2f}{peaks[name] / peaks['plain']:>10.2f}"
+            f"{column.peak / GIB:>10.2f}{column.peak / columns['plain'].peak:>10.2f}",
+            flush=True,
         )
     for name in ("packmule", "clipped"):
-        print(f"{name}: {results[name][0]['plan']}")
+        print(f"{name}: {columns[name].plan}", flush=True)
 
 
 if __name__ == "__main__":

@@ -1,13 +1,13 @@
 """Every error a user can cause, and its exit code. Nothing else lives here.
 
-    PackmuleError            exit 2   bad input: what happened, where, what to do
-    ├── ConfigError          exit 2   a job, flag, plan or file key that is wrong
-    ├── DataError            exit 2   text, token or weight files that cannot be used
-    ├── DoesNotFit           exit 3   no plan fits the budget
-    ├── DiskError            exit 4   full, read-only, hung
-    │   └── DamagedFile      exit 4   a checksum, length or header that does not match
-    ├── RunFailed            exit 5   the run stopped, the last commit is good
-    └── Interrupted          exit 130/143   a signal; the last commit is good
+PackmuleError            exit 2   bad input: what happened, where, what to do
+├── ConfigError          exit 2   a job, flag, plan or file key that is wrong
+├── DataError            exit 2   text, token or weight files that cannot be used
+├── DoesNotFit           exit 3   no plan fits the budget
+├── DiskError            exit 4   full, read-only, hung
+│   └── DamagedFile      exit 4   a checksum, length or header that does not match
+├── RunFailed            exit 5   the run stopped, the last commit is good
+└── Interrupted          exit 130/143   a signal; the last commit is good
 """
 
 from __future__ import annotations

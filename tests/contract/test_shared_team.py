@@ -6,6 +6,7 @@ import threading
 
 import pytest
 import torch
+
 from packmule.kernels import load, native
 
 

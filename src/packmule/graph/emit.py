@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 
 from packmule.graph.builder import GraphBuilder
 from packmule.graph.costs import Costs
@@ -180,7 +181,7 @@ class Emitter:
             stream.append(
                 Piece(
                     self._read(TaskKind.READ_STATE, size, slot, chunk, block, part),
-                    lambda c=chunk, p=part, s=size: self.cast(c, target, block, p, s),
+                    partial(self.cast, chunk, target, block, part, size),
                 )
             )
         return stream
@@ -210,10 +211,10 @@ class Emitter:
         stream: Stream = []
         resident = self.resident(BufferKind.STATE, Tier.RAM, block) if place.state == "ram" else None
         if resident is not None and gradient is not None:
-            size, state = model.plane_bytes[block], resident
-            reads = [gradient, *scales]
-            stream.append(Piece(None, lambda: self._rule(size, reads, [state, *targets], block, -1)))
-            return stream
+            whole = self._update_op(
+                model.plane_bytes[block], [gradient, *scales], [resident, *targets], block, -1
+            )
+            return [Piece(None, whole)]
         for part, (_, size) in enumerate(model.chunks(block)):
             reads: list[Op] = []
             rests: list[Op] = []
@@ -222,13 +223,13 @@ class Emitter:
                 stored = self.resident(BufferKind.GRADIENT_CHUNK, Tier.DISK, block, part)
                 source = self.ram(BufferKind.GRADIENT_CHUNK, size, block, part=part)
                 reads.append(self._read(TaskKind.READ_GRADIENT, size, stored, source, block, part))
-            state, inputs = resident, [source, *scales]
+            state = resident
             if state is None:
                 slot = self.resident(BufferKind.SLOT, Tier.SLOTS, block, part)
                 state = self.ram(BufferKind.STATE_CHUNK, size * planes, block, part=part)
                 reads.append(self._read(TaskKind.READ_STATE, size * planes, slot, state, block, part))
                 rests.append(self._store(size * planes, state, slot, block, part))
-            update = self._update_op(size, inputs, [state, *targets], block, part)
+            update = self._update_op(size, [source, *scales], [state, *targets], block, part)
             stream.append(Piece(_all(reads), _all([update, *rests])))
         return stream
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+
 from packmule.graph.costs import Costs
 from packmule.graph.emit import HEAD_WORKSPACE, Emitter, Piece
 from packmule.graph.kinds import BufferKind, TaskKind, Tier
@@ -165,7 +168,7 @@ def build_decode(model: PlannedModel, costs: Costs, new_tokens: int, most_tokens
     return emitter.build()
 
 
-def _forward_all(emitter: Emitter, micros: range, run) -> None:  # type: ignore[no-untyped-def]
+def _forward_all(emitter: Emitter, micros: range, run: Callable[[int, int, list[int]], None]) -> None:
     """Every block once over all micro-batches, weights fetched ahead."""
     model = emitter.model
     visits = []
@@ -176,6 +179,6 @@ def _forward_all(emitter: Emitter, micros: range, run) -> None:  # type: ignore[
             stream, more = emitter.weights(block.shared)
             visit.fetch = [*visit.fetch, *stream]
             weights = [*weights, *more]
-        visit.compute = [lambda b=block.index, m=m, w=weights: run(b, m, w) for m in micros]
+        visit.compute = [partial(run, block.index, micro, weights) for micro in micros]
         visits.append(visit)
     arrange(visits, model.plan.io.prefetch)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import partial
 
 from packmule.graph.costs import Costs
 from packmule.graph.emit import HEAD_WORKSPACE, Emitter, Op, Piece, Stream, in_order
@@ -127,10 +128,10 @@ class _Step:
         first = 0 in micros
         visit.fetch, weights = self._forward_weights(block, update=self.pending and first)
         for micro in micros:
-            visit.compute.append(lambda m=micro: self._forward(block, m, weights))
+            visit.compute.append(partial(self._forward, block, micro, weights))
             if self.spills(block):
                 size = self.model.input_bytes(self.tokens[micro])
-                visit.after.append(Piece(None, lambda m=micro, s=size: self._spill(block, m, s)))
+                visit.after.append(Piece(None, partial(self._spill, block, micro, size)))
         return visit
 
     def spills(self, block: int) -> bool:
@@ -199,7 +200,7 @@ class _Step:
             visit.fetch = [*visit.fetch, *stream]
             weights = [*weights, *more]
         for micro in micros:
-            visit.compute.append(lambda m=micro: self._loss(m, weights, shared))
+            visit.compute.append(partial(self._loss, micro, weights, shared))
         return visit
 
     def _loss(self, micro: int, weights: list[int], shared: int | None) -> None:
@@ -226,14 +227,14 @@ class _Step:
         """Fetch weights and spilled inputs, run; the aftermath is `complete`'s."""
         visit = Visit()
         if block == 0:
-            visit.compute = [lambda m=micro: self._embed_backward(m) for micro in micros]
+            visit.compute = [partial(self._embed_backward, micro) for micro in micros]
             return visit
         visit.fetch, weights = self.emitter.weights(block)
         visit.fetch = list(visit.fetch)
         for micro in micros:
             if self.spills(block):
-                visit.fetch.append(Piece(lambda m=micro: self._unspill(block, m), None))
-            visit.compute.append(lambda m=micro: self._backward(block, m, weights))
+                visit.fetch.append(Piece(partial(self._unspill, block, micro), None))
+            visit.compute.append(partial(self._backward, block, micro, weights))
         return visit
 
     def _unspill(self, block: int, micro: int) -> None:

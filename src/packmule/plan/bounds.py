@@ -93,7 +93,9 @@ def seconds_bound(
     for tokens in numerics.micro_tokens:
         matmul, attention = bodies.layer_flops(shape, tokens, mean_length)
         moved = tokens * (10 * shape.hidden + 6 * shape.ffn) * item
-        cores += shape.layers * costs.compute(matmul * (3 + again), attention * (3.5 + again), moved * (3 + again))
+        cores += shape.layers * costs.compute(
+            matmul * (3 + again), attention * (3.5 + again), moved * (3 + again)
+        )
         cores += costs.compute(3 * bodies.head_flops(shape, tokens))
     total = sum(sizes.planes)
     cores += costs.compute(moved=total * (2 * len(PLANES) + 1.5))

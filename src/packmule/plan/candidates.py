@@ -51,10 +51,18 @@ def placements(situation: Situation, update: Update, low_precision: bool) -> lis
         ("ram", "disk"), ("state", "ram", "disk"), ("ram", "disk"), ("ram", "disk")
     ):
         asked = (wishes.state, wishes.weights, wishes.gradients, wishes.inputs)
-        if any(wish not in ("auto", got) for wish, got in zip(asked, (state, weights, gradients, inputs), strict=True)):
+        if any(
+            wish not in ("auto", got)
+            for wish, got in zip(asked, (state, weights, gradients, inputs), strict=True)
+        ):
             continue
         open_weights, open_inputs = wishes.weights == "auto", wishes.inputs == "auto"
-        if not low_precision and weights != "state" and (state == "ram" or weights == "disk") and open_weights:
+        if (
+            not low_precision
+            and weights != "state"
+            and (state == "ram" or weights == "disk")
+            and open_weights
+        ):
             continue  # the master plane is the compute weights
         if state == "ram" and weights == "disk" and open_weights:
             continue  # a cast is cheaper than a read
@@ -62,7 +70,7 @@ def placements(situation: Situation, update: Update, low_precision: bool) -> lis
             continue  # state is the bigger saving
         if update == "on-backward" and gradients == "disk":
             continue  # nothing to keep
-        found.append(Placement(state=state, weights=weights, gradients=gradients, inputs=inputs))  # type: ignore[arg-type]
+        found.append(Placement(state=state, weights=weights, gradients=gradients, inputs=inputs))
     return found
 
 
@@ -111,7 +119,7 @@ def candidates(situation: Situation) -> Iterator[Plan]:
                     budget_bytes=situation.budget_bytes,
                     numerics=numerics,
                     placement=placement,
-                    order=order,  # type: ignore[arg-type]
+                    order=order,
                     recompute=recompute,
                     update=update,
                     io=io,

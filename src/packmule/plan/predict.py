@@ -86,9 +86,7 @@ def _touched(graph: StepGraph, tasks: np.ndarray) -> set[int]:
 def step_only(situation: Situation, plan: Plan) -> tuple[float, int]:
     """(seconds, bytes of the process tree) of a steady step; the quick check of a search."""
     model = PlannedModel(situation.shape, plan)
-    graph = build_step(
-        model, situation.costs, situation.mean_length, pending=plan.update == "on-fetch"
-    )
+    graph = build_step(model, situation.costs, situation.mean_length, pending=plan.update == "on-fetch")
     ram = baseline(situation) + graph.extent(Tier.RAM) + outside_bytes(plan, (graph,))
     return float(times(graph)[1].max(initial=0.0)), ram
 

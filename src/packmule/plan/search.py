@@ -81,7 +81,8 @@ def _search(situation: Situation, simulations: int = SIMULATIONS) -> Found | Non
     """Look closely at the most promising candidates; complete the fastest whose phases all fit."""
     sizes = Sizes.of(situation.shape, situation.numerics.precision)
     room = situation.budget_bytes - baseline(situation) - STAGING_BYTES
-    possible, order = 0, []
+    possible = 0
+    order: list[tuple[float, int, float, Plan]] = []
     for plan in candidates(situation):
         possible += 1
         if ram_bound(situation.shape, plan, sizes) + batch_bytes(plan) > room:
@@ -133,9 +134,7 @@ def _complete(situation: Situation, plan: Plan) -> Plan | None:
     """The plan with commit interval and predictions, or None if another phase does not fit."""
     sizes = Sizes.of(situation.shape, plan.numerics.precision)
     steps = _commit_steps(situation, plan, sizes)
-    plan = plan.model_copy(
-        update={"checkpoint": plan.checkpoint.model_copy(update={"commit_steps": steps})}
-    )
+    plan = plan.model_copy(update={"checkpoint": plan.checkpoint.model_copy(update={"commit_steps": steps})})
     predicted = predict(situation, plan)
     if predicted.peak_ram_bytes > situation.budget_bytes:
         return None
@@ -210,8 +209,9 @@ def _refusal(situation: Situation) -> DoesNotFit:
             ways.append(_way(" ".join(names), found))
     budget = situation.budget_bytes
     return DoesNotFit(
-        f"The job needs at least {format_bytes(needed)} of RAM, {format_bytes(needed - budget)} more than the "
-        f"budget of {format_bytes(budget)} (of which Python and torch take {format_bytes(baseline(situation))}).",
+        f"The job needs at least {format_bytes(needed)} of RAM, {format_bytes(needed - budget)} more "
+        f"than the budget of {format_bytes(budget)} "
+        f"(of which Python and torch take {format_bytes(baseline(situation))}).",
         "these would fit: " + "; ".join(ways),
     )
 
@@ -234,9 +234,9 @@ def _changes(situation: Situation) -> dict[str, Callable[[Situation], Situation]
     free = type(wishes)(ram=wishes.ram, disk_path=wishes.disk_path, threads=wishes.threads)
     found: dict[str, Callable[[Situation], Situation]] = {}
     if free != wishes:
-        found["--hardware.state auto --hardware.weights auto --hardware.gradients auto --hardware.inputs auto"] = (
-            lambda s: replace(s, wishes=free)
-        )
+        found[
+            "--hardware.state auto --hardware.weights auto --hardware.gradients auto --hardware.inputs auto"
+        ] = lambda s: replace(s, wishes=free)
     if situation.recompute is False:
         found["--recompute auto"] = lambda s: replace(s, recompute=None)
     if situation.micro_rows is not None:
@@ -244,7 +244,9 @@ def _changes(situation: Situation) -> dict[str, Callable[[Situation], Situation]
     if situation.update is not None:
         found["--update auto"] = lambda s: replace(s, update=None)
     if numerics.clip is not None:
-        found["--max-grad-norm 0"] = lambda s: replace(s, numerics=s.numerics.model_copy(update={"clip": None}))
+        found["--max-grad-norm 0"] = lambda s: replace(
+            s, numerics=s.numerics.model_copy(update={"clip": None})
+        )
     if numerics.precision == "fp32" and {"avx512_bf16", "amx_bf16"} & set(numerics.cpu_features):
         found["--precision bf16-mixed"] = lambda s: replace(
             s, numerics=s.numerics.model_copy(update={"precision": "bf16-mixed"})

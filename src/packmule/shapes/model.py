@@ -76,18 +76,22 @@ class ModelShape:
         """
         kind = config.get("model_type")
         if kind != "llama":
-            raise ConfigError(
-                f"{source}: model_type {kind!r} is not supported.", "supported: llama"
-            )
+            raise ConfigError(f"{source}: model_type {kind!r} is not supported.", "supported: llama")
         rope = config.get("rope_parameters") or {}
-        scaling = config.get("rope_scaling") or (rope if rope.get("rope_type", "default") != "default" else None)
+        scaling = config.get("rope_scaling") or (
+            rope if rope.get("rope_type", "default") != "default" else None
+        )
         if scaling and scaling.get("rope_type", scaling.get("type")) not in (None, "default"):
-            raise ConfigError(f"{source}: rope_scaling {scaling!r} is not supported.", "use a model without RoPE scaling")
+            raise ConfigError(
+                f"{source}: rope_scaling {scaling!r} is not supported.", "use a model without RoPE scaling"
+            )
         for flag in ("attention_bias", "mlp_bias"):
             if config.get(flag):
                 raise ConfigError(f"{source}: {flag} is not supported.", "use a model without biases")
         if config.get("hidden_act", "silu") != "silu":
-            raise ConfigError(f"{source}: hidden_act {config['hidden_act']!r} is not supported.", "supported: silu")
+            raise ConfigError(
+                f"{source}: hidden_act {config['hidden_act']!r} is not supported.", "supported: silu"
+            )
         try:
             heads, hidden = int(config["num_attention_heads"]), int(config["hidden_size"])
             shape = cls(
@@ -104,10 +108,13 @@ class ModelShape:
                 max_positions=int(config.get("max_position_embeddings", 2048)),
             )
         except KeyError as error:
-            raise ConfigError(f"{source}: {error.args[0]!r} is missing.", "use the model's full config.json") from None
+            raise ConfigError(
+                f"{source}: {error.args[0]!r} is missing.", "use the model's full config.json"
+            ) from None
         if shape.heads % shape.kv_heads or shape.head_dim % 2:
             raise ConfigError(
-                f"{source}: {shape.heads} heads, {shape.kv_heads} key/value heads, head_dim {shape.head_dim} do not divide.",
+                f"{source}: {shape.heads} heads, {shape.kv_heads} key/value heads, "
+                f"head_dim {shape.head_dim} do not divide.",
                 "restore the model's own config.json",
             )
         return shape

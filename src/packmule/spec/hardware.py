@@ -45,7 +45,9 @@ class Hardware(Record):
     task_seconds: float = Field(ge=0, description="overhead of one task")
     disks: tuple[DiskSpeed, ...]
     parent_baseline_bytes: int = Field(ge=0, description="VmHWM of a torch-free packmule parent")
-    child_baseline_bytes: int = Field(ge=0, description="resident bytes of a training child after a tiny layer has run")
+    child_baseline_bytes: int = Field(
+        ge=0, description="resident bytes of a training child after a tiny layer has run"
+    )
     software: str = Field(default="", description="versions of python and torch that were measured")
     busy_fraction: float = Field(
         default=0.0, description="part of the threads that other programs kept from running meanwhile"

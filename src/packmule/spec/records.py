@@ -61,9 +61,7 @@ def _fields_at(cls: type[BaseModel], path: tuple[int | str, ...]) -> list[str]:
         if field is None:
             return []
         options = [field.annotation, *getattr(field.annotation, "__args__", ())]
-        current = next(
-            (o for o in options if isinstance(o, type) and issubclass(o, BaseModel)), None
-        )
+        current = next((o for o in options if isinstance(o, type) and issubclass(o, BaseModel)), None)
     if isinstance(current, type) and issubclass(current, BaseModel):
         return list(current.model_fields)
     return []

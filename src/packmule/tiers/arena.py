@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 
 from packmule.shapes.layout import PAGE, round_up
@@ -19,10 +20,8 @@ class Arena:
         self._map = mmap.mmap(-1, self.bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         if hasattr(mmap, "MADV_HUGEPAGE"):
             # Where huge pages are off this fails or does nothing; small pages then serve.
-            try:
+            with contextlib.suppress(OSError):
                 self._map.madvise(mmap.MADV_HUGEPAGE)
-            except OSError:
-                pass
         self.memory = memoryview(self._map)
 
     def view(self, offset: int, size: int) -> memoryview:

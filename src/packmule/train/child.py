@@ -74,7 +74,8 @@ def main() -> int:
         _send_error(
             sender,
             RunFailed(
-                f"An allocation failed at the budget: {_first_line(error)} (this process held {peak:,} bytes).",
+                f"An allocation failed at the budget: {_first_line(error)} "
+                f"(this process held {peak:,} bytes).",
                 "the last commit is kept; run the same command with a slightly larger --ram",
             ),
         )

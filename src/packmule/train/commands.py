@@ -5,7 +5,7 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from packmule.checkpoint.head import HEAD_NAME, Head, read_head
 from packmule.checkpoint.reader import StateReader
@@ -143,7 +143,7 @@ def _run(
     environment: Environment,
     head: Head,
     ram_bytes: int | None,
-    work: str,
+    work: Literal["evaluate", "generate"],
     data: Path,
     mean_length: float,
     rows: int,
@@ -162,7 +162,7 @@ def _run(
     chunk = head.layout.chunk_bytes
     plan = inference_plan(shape, head.numerics, costs, budget, base, chunk, mean_length, rows, positions)
     request = Request(
-        work=work,  # type: ignore[arg-type]
+        work=work,
         folder=str(folder.path),
         state=str(folder.state),
         data=str(data),
@@ -206,8 +206,13 @@ def export(run: Path, output: Path, environment: Environment, dtype: str = "bflo
         raise ConfigError(f"`--dtype` {dtype!r} is not offered.", f"use {' or '.join(EXPORT_DTYPES)}")
     with StateReader.open(PosixDisk(), folder.state, checksum()) as reader:
         write_huggingface(
-            output, folder.shape(), folder.model_config(), exporter(reader), dtype, folder.model
-        )  # fmt: skip
+            output,
+            folder.shape(),
+            folder.model_config(),
+            exporter(reader),
+            "float32" if dtype == "float32" else "bfloat16",
+            folder.model,
+        )
     return output
 
 

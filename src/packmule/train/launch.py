@@ -344,7 +344,4 @@ REPORTED = (
 
 
 def _child_variables(environment: Environment, plan: Plan) -> dict[str, str]:
-    # Passive: a spinning OpenMP worker would take a core from our own pool between two matmuls.
-    return environment.of_child(
-        OMP_NUM_THREADS=str(plan.numerics.threads), OMP_WAIT_POLICY="passive", TOKENIZERS_PARALLELISM="false"
-    )
+    return environment.of_child(OMP_NUM_THREADS=str(plan.numerics.threads), TOKENIZERS_PARALLELISM="false")

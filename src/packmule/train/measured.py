@@ -54,7 +54,9 @@ class Measured:
         found = {}
         for key in steps[0]:
             values = [step[key] for step in steps]
-            found[key] = statistics.fmean(values) if key.startswith("disk_bytes") else statistics.median(values)
+            found[key] = (
+                statistics.fmean(values) if key.startswith("disk_bytes") else statistics.median(values)
+            )
         # Commits of resident state come every few steps: their cost is in the mean, as predicted.
         found["step_seconds"] = statistics.fmean(step["step_seconds"] for step in steps)
         return {**found, "steps": len(steps)}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import numpy as np
 
@@ -100,5 +99,3 @@ def exporter(
             yield np.frombuffer(piece, dtype)
 
     return tensors
-
-

@@ -22,7 +22,9 @@ def random_graph(rng: random.Random, tasks: int, most_seconds: float) -> StepGra
         names = rng.sample(sorted(resources), rng.randint(1, min(2, len(resources))))
         uses = {name: rng.randint(1, resources[name]) for name in names}
         reads = rng.sample(written, min(len(written), rng.randint(0, 3)))
-        writes = [builder.buffer(1, rng.randint(0, 1), rng.randint(0, 1000)) for _ in range(rng.randint(0, 2))]
+        writes = [
+            builder.buffer(1, rng.randint(0, 1), rng.randint(0, 1000)) for _ in range(rng.randint(0, 2))
+        ]
         writes += rng.sample(reads, min(len(reads), rng.randint(0, 1)))
         builder.task(index % 5, uses, reads=reads, writes=writes, seconds=rng.random() * most_seconds)
         written = (written + writes)[-12:]

@@ -8,13 +8,13 @@ import time
 
 import numpy as np
 import pytest
+from tests.unit.graph.random_graphs import random_graph
 
 from packmule.engine.executor import Stopped, execute
 from packmule.graph.builder import GraphBuilder
 from packmule.graph.simulate import ledger as replay
 from packmule.graph.simulate import simulate
 from packmule.tiers.ledger import Ledger
-from tests.unit.graph.random_graphs import random_graph
 
 
 def test_executor_books_equal_simulator_on_1000_random_graphs(seed):
@@ -180,4 +180,6 @@ def test_a_hung_disk_is_an_error_at_the_deadline():
     from packmule.errors import DiskError
 
     with pytest.raises(DiskError, match="has not answered"):
-        execute(builder.build(), lambda t: time.sleep(4) if t == 0 else None, main="cores", deadline_seconds=0.2)
+        execute(
+            builder.build(), lambda t: time.sleep(4) if t == 0 else None, main="cores", deadline_seconds=0.2
+        )

@@ -28,7 +28,8 @@ SHAPE = ModelShape(4096, 512, 1, 8, 4, 64, 1408, 1e-5, 1e4, False, 2048)
 TOKENS = 2048
 
 pytestmark = pytest.mark.skipif(
-    native.library_path() is None, reason="the twin in torch allocates freely; the bound is for native kernels"
+    native.library_path() is None,
+    reason="the twin in torch allocates freely; the bound is for native kernels",
 )
 
 

@@ -51,8 +51,8 @@ def make_situation(rng: random.Random) -> Situation:
     hardware = make_hardware(rng)
     precision = rng.choice(("fp32", "bf16-mixed", "fp64"))
     numerics = Numerics(
-        precision=precision, micro_rows=(rng.randint(1, 6),), max_seq_length=rng.randint(8, 200), loss_chunk=512,
-        clip=rng.choice((None, 1.0)), optimizer=OptimizerNumerics(),
+        precision=precision, micro_rows=(rng.randint(1, 6),), max_seq_length=rng.randint(8, 200),
+        loss_chunk=512, clip=rng.choice((None, 1.0)), optimizer=OptimizerNumerics(),
         schedule=ScheduleNumerics(learning_rate=1e-3, total_steps=10),
         seed=0, threads=2, kernels="native", torch="2.13.0", cpu_features=(),
     )  # fmt: skip
