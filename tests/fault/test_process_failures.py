@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
+import io
 import json
 import random
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
-from jobs import PLANS, STEPS, Base, compare, head_step, some, state_of
+from jobs import PLANS, Base, head_step, some, state_of
 
-from packmule.errors import RunFailed
+from packmule.train import child
 from packmule.train.messages import Request
-from packmule.train.watch import explain_death, run_child
+from packmule.train.watch import explain_death
 
 
 @pytest.fixture
@@ -54,40 +53,35 @@ def poison(path: Path, tensor: str) -> None:
     path.write_bytes(data)
 
 
-def test_a_budget_too_small_behind_the_planner_fails_in_words(base: Base, tmp_path: Path) -> None:
-    plan = "on-backward"
-    job = base.partial(tmp_path / "run", plan)
-    before = head_step(job.out)
-    failure, events = run_with(job.out, job.variables, ram_bytes=0)
-    assert failure is not None and failure.exit_code == 5
-    assert failure.cause.startswith("An allocation failed at the budget: "), failure.cause
-    assert "--ram" in failure.hint
-    assert not [event for event in events if event["event"] == "done"]
-    assert head_step(job.out) >= before
-    state_of(job.out)
-    assert job.run().code == 0
-    compare(job.out, base.expected(plan))
+@pytest.mark.parametrize(
+    "error",
+    [
+        RuntimeError(
+            "[enforce fail at alloc_cpu.cpp:119] err == 0. DefaultCPUAllocator: can't allocate memory"
+        ),
+        MemoryError(),
+    ],
+)
+def test_an_allocation_beyond_the_budget_fails_in_words(
+    error: Exception, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What RLIMIT_DATA makes of an overrun (tests/memory holds that it does) ends as exit code 5."""
 
+    def serve(*_: object) -> None:
+        raise error
 
-def run_with(
-    out: Path, variables: Mapping[str, str], ram_bytes: int
-) -> tuple[RunFailed | None, list[dict[str, Any]]]:
-    """The training child over a run's folder, with another budget than its plan was made for."""
-    request = Request(
-        work="train",
-        folder=str(out),
-        state=str(out),
-        data=str(out / "data"),
-        ram_bytes=ram_bytes,
-        total_steps=STEPS,
-        mean_length=20.0,
-    )
-    events: list[dict[str, Any]] = []
-    try:
-        run_child("packmule.train.child", request.model_dump_json(), events.append, variables)
-    except RunFailed as error:
-        return error, events
-    return None, events
+    request = Request(work="train", folder="x", state="x", data="x", ram_bytes=1)
+    monkeypatch.setattr(child, "_serve", serve)
+    monkeypatch.setattr(child, "Signals", lambda: None)
+    monkeypatch.setattr(child, "tune_malloc", lambda: None)
+    monkeypatch.setattr(child, "tune_caches", lambda primitives: None)
+    monkeypatch.setattr("sys.stdin", io.StringIO(request.model_dump_json() + "\n"))
+    assert child.main() == 0
+    events = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [event["event"] for event in events] == ["error", "end"]
+    assert events[0]["exit_code"] == 5 and events[0]["kind"] == "RunFailed"
+    assert events[0]["cause"].startswith("An allocation failed at the budget: ")
+    assert "--ram" in events[0]["hint"]
 
 
 def test_sigkill_is_called_out_of_memory_only_where_the_kernel_counted_it() -> None:

@@ -87,7 +87,8 @@ def main() -> int:
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether an error is an allocation that malloc or torch could not make."""
     text = str(error)
-    return isinstance(error, MemoryError) or "allocate memory" in text or "bad_alloc" in text
+    signs = ("allocate memory", "bad_alloc", "can't start new thread")
+    return isinstance(error, MemoryError) or any(sign in text for sign in signs)
 
 
 def _first_line(error: BaseException) -> str:

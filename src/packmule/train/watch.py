@@ -65,6 +65,8 @@ def run_child(
         if code or not ended:
             if forwarder.killed:
                 raise _stopped(forwarder.received[-1], "Killed at the third signal")
+            if forwarder.received:  # it came before the child could say anything
+                raise _stopped(forwarder.received[0], "Stopped")
             stderr.seek(0)
             raise explain_death(code, stderr.read(), oom_kills() - kills)
 
