@@ -9,6 +9,8 @@ from known_run import search
 STATES = 3_000
 LONG_STATES = 200_000
 STATES_TO_FIND = 30_000
+STATES_TO_CALL_ALL = 6_000
+"""A tenth as many leave out the rarest sync for one seed in eight."""
 
 SYNCS = (
     "create_files: sync_folder /",
@@ -33,7 +35,7 @@ def test_every_state_a_power_loss_can_leave_recovers(seed: int, long: bool) -> N
 
 
 def test_the_table_names_every_sync_of_the_code(seed: int) -> None:
-    _, _, sites = search(seed, 600)
+    _, _, sites = search(seed, STATES_TO_CALL_ALL)
     assert sites == set(SYNCS)
 
 
