@@ -40,13 +40,17 @@ def memory(key: str) -> int:
 
 
 def peak_bytes(body: Callable[[], object]) -> int:
-    """By the module's method."""
+    """By the module's method; the least of three, since a process that has run other tests also
+    faults in what those left behind."""
     body()
-    ctypes.CDLL(None).malloc_trim(0)
-    Path("/proc/self/clear_refs").write_text("5")
-    before = memory("VmRSS")
-    body()
-    return memory("VmHWM") - before
+    found = []
+    for _ in range(3):
+        ctypes.CDLL(None).malloc_trim(0)
+        Path("/proc/self/clear_refs").write_text("5")
+        before = memory("VmRSS")
+        body()
+        found.append(memory("VmHWM") - before)
+    return min(found)
 
 
 def buffers(specs: tuple[TensorSpec, ...]) -> dict[str, Tensor]:
