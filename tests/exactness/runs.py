@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from tests.parity.plain import PlainModel, plain_step
+from tests.parity.plain import TYPES, PlainModel, plain_step, precision_of
 
 from packmule.checkpoint.head import Progress
 from packmule.checkpoint.layout import StateLayout
@@ -72,10 +72,13 @@ def make_plan(
     loss_chunk: int = 24,
 ) -> Plan:
     """A plan with small chunks, so that even tiny blocks stream in pieces."""
+    types = TYPES[precision]
     return Plan(
         budget_bytes=1 << 30,
         numerics=Numerics(
-            precision=precision, micro_rows=micro_rows, max_seq_length=length, loss_chunk=loss_chunk,
+            precision="bf16-mixed" if types.widens else precision,
+            products="float32" if types.widens else None,
+            micro_rows=micro_rows, max_seq_length=length, loss_chunk=loss_chunk,
             clip=clip, optimizer=OptimizerNumerics(), seed=0, threads=1, kernels="native",
             torch=torch.__version__,
             schedule=ScheduleNumerics(kind="cosine", learning_rate=1e-2, warmup_steps=2, total_steps=steps),
@@ -356,7 +359,7 @@ class Case:
         """As it is before the first step."""
         numerics = self.plan.numerics
         return PlainModel(
-            self.shape, numerics.precision, self.model_seed, kernels, positions=numerics.max_seq_length
+            self.shape, precision_of(numerics), self.model_seed, kernels, positions=numerics.max_seq_length
         )
 
     def start(self, folder: Path, kernels: Kernels, disk: Disk | None = None) -> None:
@@ -382,7 +385,9 @@ class Case:
 def make_case(shape: ModelShape, plan: Plan, steps: int, seed: int, kernels: Kernels) -> Case:
     """Run the plain loop for a plan's numerics, with data and parameters from one seed."""
     data = Data(seed, shape.vocab)
-    model = PlainModel(shape, plan.numerics.precision, seed, kernels, positions=plan.numerics.max_seq_length)
+    model = PlainModel(
+        shape, precision_of(plan.numerics), seed, kernels, positions=plan.numerics.max_seq_length
+    )
     return Case(shape, plan, data, seed, plain_run(model, plan.numerics, data, steps, kernels))
 
 

@@ -35,7 +35,7 @@ def main(precision: str, kept: int, lengths: int) -> int:
     from packmule.models.views import views
 
     types = bodies.DTYPES[precision]
-    decoder = llama.Decoder.create(load(2), SHAPE, precision, TOKENS)
+    decoder = llama.Decoder.create(load(2), SHAPE, types, TOKENS)
 
     def tensors(specs: tuple[TensorSpec, ...]) -> dict[str, torch.Tensor]:
         place = layout(specs)

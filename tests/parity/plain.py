@@ -7,6 +7,7 @@ that reads what it was not given shows at once.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -18,8 +19,17 @@ from packmule.models.views import TORCH_DTYPES, views
 from packmule.shapes import bodies
 from packmule.shapes.layout import TensorSpec, layout
 from packmule.shapes.model import ModelShape
+from packmule.spec.plan import Numerics
 
 Named = dict[str, Tensor]
+
+TYPES = {**bodies.DTYPES, "bf16-wide": replace(bodies.DTYPES["bf16-mixed"], product="float32")}
+"""Dtypes by name: those of the precisions, and bf16-mixed with products in float32."""
+
+
+def precision_of(numerics: Numerics) -> str:
+    """The name in TYPES of what a run computes in."""
+    return next(name for name, types in TYPES.items() if types == bodies.dtypes(numerics))
 
 
 def poisoned(specs: Sequence[TensorSpec]) -> Named:
@@ -34,7 +44,7 @@ class PlainModel:
     def __init__(
         self, shape: ModelShape, precision: str, seed: int, kernels: Kernels, positions: int = 256
     ) -> None:
-        self.shape, self.precision, self.types = shape, precision, bodies.DTYPES[precision]
+        self.shape, self.precision, self.types = shape, precision, TYPES[precision]
         self.blocks = shape.blocks()
         generator = torch.Generator().manual_seed(seed)
         self.params: list[Named] = []
@@ -46,7 +56,7 @@ class PlainModel:
                 # Through float32, so that models of one seed agree in every precision.
                 named[p.name] = value.float().to(TORCH_DTYPES[self.types.master])
             self.params.append(named)
-        self.decoder = Decoder.create(kernels, shape, precision, positions)
+        self.decoder = Decoder.create(kernels, shape, self.types, positions)
 
     def weights(self, block: int) -> Named:
         """The compute weights a block's bodies read, a tied head's shared one included."""

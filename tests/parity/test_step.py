@@ -70,7 +70,7 @@ def test_token_weighted_accumulation_does_not_depend_on_the_split(
                 assert relative(theirs[name], named[name]) < 1e-10
 
 
-@pytest.mark.parametrize("precision", ("fp32", "bf16-mixed", "fp64"))
+@pytest.mark.parametrize("precision", ("fp32", "bf16-mixed", "bf16-wide", "fp64"))
 def test_recompute_capacity_and_rerun_give_the_same_bits(
     kernels: Kernels, rng: random.Random, precision: str
 ) -> None:
@@ -99,14 +99,15 @@ def test_loss_chunks_agree_in_float64(kernels: Kernels, rng: random.Random) -> N
                 assert relative(theirs[name], named[name]) < 1e-11
 
 
+@pytest.mark.parametrize("narrow", ("bf16-mixed", "bf16-wide"))
 @pytest.mark.parametrize("tied", (False, True))
 def test_bf16_gradients_stay_within_five_percent_of_fp32(
-    kernels: Kernels, rng: random.Random, tied: bool
+    kernels: Kernels, rng: random.Random, narrow: str, tied: bool
 ) -> None:
     """bf16 keeps 8 bits: a rounding is up to 0.4 %, and a few dozen add up, norm-wise over the whole
     gradient; single tensors of a dozen elements scatter more."""
     shape, seed = random_shape(rng, tied, grouped=True), rng.randrange(2**31)
-    low, high = (PlainModel(shape, p, seed, kernels) for p in ("bf16-mixed", "fp32"))
+    low, high = (PlainModel(shape, p, seed, kernels) for p in (narrow, "fp32"))
     batches = [pack(random_documents(rng, shape, lengths)) for lengths in ((140, 20), (77,))]
     low_loss, low_grads = plain_step(low, batches)
     loss, grads = plain_step(high, batches)
@@ -122,7 +123,7 @@ def test_bf16_gradients_stay_within_five_percent_of_fp32(
     assert relative(whole, expected) < 5e-2
 
 
-@pytest.mark.parametrize("precision", ("fp32", "bf16-mixed"))
+@pytest.mark.parametrize("precision", ("fp32", "bf16-mixed", "bf16-wide"))
 def test_a_document_never_sees_another(kernels: Kernels, rng: random.Random, precision: str) -> None:
     shape = random_shape(rng, tied=False, grouped=True)
     model = PlainModel(shape, precision, rng.randrange(2**31), kernels)
@@ -137,7 +138,7 @@ def test_a_document_never_sees_another(kernels: Kernels, rng: random.Random, pre
     assert torch.equal(before[130:], after[130:])
 
 
-@pytest.mark.parametrize("precision", ("fp32", "bf16-mixed", "fp64"))
+@pytest.mark.parametrize("precision", ("fp32", "bf16-mixed", "bf16-wide", "fp64"))
 def test_evaluation_is_the_training_loss_to_the_last_bit(
     kernels: Kernels, rng: random.Random, precision: str
 ) -> None:
@@ -164,7 +165,7 @@ def test_evaluation_is_the_training_loss_to_the_last_bit(
     assert results[0][1] == 89 + 11
 
 
-@pytest.mark.parametrize("precision", ("fp32", "bf16-mixed"))
+@pytest.mark.parametrize("precision", ("fp32", "bf16-mixed", "bf16-wide"))
 def test_rows_beyond_the_tokens_are_left_alone(kernels: Kernels, rng: random.Random, precision: str) -> None:
     shape = random_shape(rng, tied=False, grouped=True)
     model = PlainModel(shape, precision, rng.randrange(2**31), kernels)

@@ -95,7 +95,7 @@ class Runtime:
         self.arena = arena
         self.bytes = torch.frombuffer(arena.memory, dtype=torch.uint8)
         longest = max(numerics.max_seq_length, positions)
-        self.decoder = Decoder.create(kernels, model.shape, numerics.precision, longest)
+        self.decoder = Decoder.create(kernels, model.shape, model.types, longest)
         self.rule = AdamW(numerics.optimizer)
         self.state = StepState()
         self.weight_layouts = [block.layout(model.types.compute) for block in model.blocks]

@@ -24,10 +24,9 @@ class Costs:
     task_seconds: float
 
     @classmethod
-    def of(cls, hardware: Hardware, compute: str, disk: DiskSpeed) -> Costs:
-        """Rates for one compute dtype, from the largest matmul measured."""
-        points = hardware.matmul[compute]
-        matmul = max(points, key=lambda point: point.size).flops_per_second
+    def of(cls, hardware: Hardware, product: str, disk: DiskSpeed) -> Costs:
+        """Rates for one dtype of products."""
+        matmul = hardware.matmul_rate(product)
         return cls(
             matmul_flops=matmul,
             attention_flops=matmul * ATTENTION_SHARE,

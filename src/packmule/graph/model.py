@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from packmule.graph.kinds import BufferKind, Tier
-from packmule.shapes.bodies import DTYPES, Dtypes
+from packmule.shapes.bodies import Dtypes, dtypes
 from packmule.shapes.layout import ITEMSIZE, PAGE, round_up
 from packmule.shapes.model import Block, ModelShape
 from packmule.spec.plan import Plan
@@ -25,8 +25,8 @@ class PlannedModel:
 
     @cached_property
     def types(self) -> Dtypes:
-        """Dtypes of the plan's precision."""
-        return DTYPES[self.plan.numerics.precision]
+        """Dtypes of the plan's numerics."""
+        return dtypes(self.plan.numerics)
 
     @cached_property
     def blocks(self) -> tuple[Block, ...]:

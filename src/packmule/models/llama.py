@@ -19,8 +19,9 @@ import torch
 from torch import Tensor
 
 from packmule.models.attention import Run, attention_backward, attention_forward, runs
+from packmule.models.products import input_gradient, linear, weight_gradient
 from packmule.models.views import TORCH_DTYPES
-from packmule.shapes.bodies import DTYPES, HEAD_SLAB_ROWS, Dtypes
+from packmule.shapes.bodies import Dtypes
 
 if TYPE_CHECKING:
     from packmule.kernels.contract import Kernels
@@ -82,9 +83,8 @@ class Decoder:
     sin: Tensor
 
     @classmethod
-    def create(cls, kernels: Kernels, shape: ModelShape, precision: str, positions: int) -> Decoder:
-        """Make the tables for positions 0..positions-1 in one of DTYPES' precisions."""
-        types = DTYPES[precision]
+    def create(cls, kernels: Kernels, shape: ModelShape, types: Dtypes, positions: int) -> Decoder:
+        """Make the tables for positions 0..positions-1."""
         cos, sin = rope_tables(shape, positions, types.statistic)
         return cls(kernels, shape, types, cos, sin)
 
@@ -134,7 +134,7 @@ def layer_forward(
     """
     n = batch.tokens
     act = _layer_until_down(decoder, weights, batch, x[:n], saved, scratch)
-    torch.addmm(saved["middle"][:n], act, weights["down.weight"].t(), out=out[:n])
+    linear(act, weights["down.weight"], out[:n], scratch, saved["middle"][:n])
 
 
 def _layer_until_down(
@@ -149,16 +149,16 @@ def _layer_until_down(
     )
     kernels.rmsnorm(x, weights["norm1.weight"], shape.norm_eps, normed, saved["rstd1"][:n])
     for name, target in (("q", q), ("k", k), ("v", v)):
-        torch.mm(normed, weights[f"{name}.weight"].t(), out=target)
+        linear(normed, weights[f"{name}.weight"], target, scratch)
     for target in (q, k):
         kernels.rope(target, decoder.cos, decoder.sin, batch.positions, shape.head_dim, False)
     lse = saved["lse"][: shape.heads * n]
     attention_forward(kernels, shape, batch.groups, q, k, v, attention, lse, scratch)
-    torch.addmm(x, attention, weights["o.weight"].t(), out=middle)
+    linear(attention, weights["o.weight"], middle, scratch, x)
     kernels.rmsnorm(middle, weights["norm2.weight"], shape.norm_eps, normed, saved["rstd2"][:n])
-    torch.mm(normed, weights["gate.weight"].t(), out=gate)
-    torch.mm(normed, weights["up.weight"].t(), out=up)
-    act = scratch["wide"][: n * shape.ffn].view(n, shape.ffn)
+    linear(normed, weights["gate.weight"], gate, scratch)
+    linear(normed, weights["up.weight"], up, scratch)
+    act = scratch["act"][: n * shape.ffn].view(n, shape.ffn)
     kernels.swiglu(gate, up, act)
     return act
 
@@ -197,56 +197,41 @@ def layer_backward(
     if recompute:
         act = _layer_until_down(decoder, weights, batch, x, saved, scratch)
     else:
-        act = scratch["wide"][: n * shape.ffn].view(n, shape.ffn)
+        act = scratch["act"][: n * shape.ffn].view(n, shape.ffn)
         kernels.swiglu(gate, up, act)
         kernels.rmsnorm(middle, weights["norm2.weight"], shape.norm_eps, normed, saved["rstd2"][:n])
 
-    _weight_gradient(decoder, dy, act, grads["down.weight"], first, scratch)
+    weight_gradient(kernels, dy, act, grads["down.weight"], first, scratch)
     # act has been used; its place takes its gradient.
-    torch.mm(dy, weights["down.weight"], out=act)
+    input_gradient(dy, weights["down.weight"], act, scratch)
     kernels.swiglu_backward(act, gate, up, gate, up)
-    _weight_gradient(decoder, gate, normed, grads["gate.weight"], first, scratch)
-    _weight_gradient(decoder, up, normed, grads["up.weight"], first, scratch)
+    weight_gradient(kernels, gate, normed, grads["gate.weight"], first, scratch)
+    weight_gradient(kernels, up, normed, grads["up.weight"], first, scratch)
     # So has normed.
-    torch.mm(gate, weights["gate.weight"], out=normed)
-    torch.addmm(normed, up, weights["up.weight"], out=normed)
+    input_gradient(gate, weights["gate.weight"], normed, scratch)
+    input_gradient(up, weights["up.weight"], normed, scratch, add=True)
     kernels.rmsnorm_backward(
         normed, middle, weights["norm2.weight"], saved["rstd2"][:n], dx, grads["norm2.weight"], dy, first
     )
 
     # dx now holds the gradient of the middle of the residual stream.
-    _weight_gradient(decoder, dx, attention, grads["o.weight"], first, scratch)
+    weight_gradient(kernels, dx, attention, grads["o.weight"], first, scratch)
     width = shape.heads * shape.head_dim
-    dattention = scratch["wide"][: n * width].view(n, width)
-    torch.mm(dx, weights["o.weight"], out=dattention)
+    dattention = scratch["act"][: n * width].view(n, width)
+    input_gradient(dx, weights["o.weight"], dattention, scratch)
     lse = saved["lse"][: shape.heads * n]
     attention_backward(kernels, shape, batch.groups, q, k, v, attention, lse, dattention, q, k, v, scratch)
     for grad in (q, k):
         kernels.rope(grad, decoder.cos, decoder.sin, batch.positions, shape.head_dim, True)
     kernels.rmsnorm(x, weights["norm1.weight"], shape.norm_eps, normed, saved["rstd1"][:n])
     for name, grad in (("q", q), ("k", k), ("v", v)):
-        _weight_gradient(decoder, grad, normed, grads[f"{name}.weight"], first, scratch)
-    torch.mm(q, weights["q.weight"], out=normed)
-    torch.addmm(normed, k, weights["k.weight"], out=normed)
-    torch.addmm(normed, v, weights["v.weight"], out=normed)
+        weight_gradient(kernels, grad, normed, grads[f"{name}.weight"], first, scratch)
+    input_gradient(q, weights["q.weight"], normed, scratch)
+    input_gradient(k, weights["k.weight"], normed, scratch, add=True)
+    input_gradient(v, weights["v.weight"], normed, scratch, add=True)
     kernels.rmsnorm_backward(
         normed, x, weights["norm1.weight"], saved["rstd1"][:n], dx, grads["norm1.weight"], dx, first
     )
-
-
-def _weight_gradient(
-    decoder: Decoder, dy: Tensor, x: Tensor, grad: Tensor, first: bool, scratch: Tensors
-) -> None:
-    """grad (+)= dyᵀ x: [N, O], [N, I] -> g [O, I]; by way of "wgrad" where c is narrower than g."""
-    if grad.dtype == x.dtype:
-        if first:
-            torch.mm(dy.t(), x, out=grad)
-        else:
-            torch.addmm(grad, dy.t(), x, out=grad)
-        return
-    product = scratch["wgrad"][: grad.numel()].view(grad.shape)
-    torch.mm(dy.t(), x, out=product)
-    decoder.kernels.accumulate(grad, product, first)
 
 
 def head_loss(
@@ -282,9 +267,9 @@ def head_loss(
         normed, logits, loss = _chunk_logits(decoder, weights, x[rows], scratch)
         kernels.cross_entropy(logits, batch.targets[rows], scale, loss, True)
         total += loss.sum(dtype=torch.float64)
-        _head_weight_gradient(decoder, logits, normed, grads["weight"], opening, scratch)
+        weight_gradient(kernels, logits, normed, grads["weight"], opening, scratch)
         dnormed = scratch["dnormed"][:count]
-        torch.mm(logits, weights["weight"], out=dnormed)
+        input_gradient(logits, weights["weight"], dnormed, scratch)
         kernels.rmsnorm_backward(
             dnormed, x[rows], weights["norm.weight"], scratch["rstd"][:count], dnormed,
             grads["norm.weight"], None, opening,
@@ -315,17 +300,5 @@ def _chunk_logits(
     decoder.kernels.rmsnorm(
         x, weights["norm.weight"], decoder.shape.norm_eps, normed, scratch["rstd"][:count]
     )
-    torch.mm(normed, weights["weight"].t(), out=logits)
+    linear(normed, weights["weight"], logits, scratch)
     return normed, logits, scratch["loss"][:count]
-
-
-def _head_weight_gradient(
-    decoder: Decoder, dlogits: Tensor, normed: Tensor, grad: Tensor, first: bool, scratch: Tensors
-) -> None:
-    """grad (+)= dlogitsᵀ normed, in slabs of vocabulary rows where a temporary is needed."""
-    if grad.dtype == normed.dtype:
-        _weight_gradient(decoder, dlogits, normed, grad, first, scratch)
-        return
-    for row in range(0, len(grad), HEAD_SLAB_ROWS):
-        slab = slice(row, row + HEAD_SLAB_ROWS)
-        _weight_gradient(decoder, dlogits[:, slab], normed, grad[slab], first, scratch)

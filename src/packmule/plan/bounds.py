@@ -34,7 +34,7 @@ class Sizes:
 
 def ram_bound(shape: ModelShape, plan: Plan, sizes: Sizes) -> int:
     """Bytes of the arena that no arrangement of this plan's buffers can avoid."""
-    types, place, numerics = bodies.DTYPES[plan.numerics.precision], plan.placement, plan.numerics
+    types, place, numerics = bodies.dtypes(plan.numerics), plan.placement, plan.numerics
     item = ITEMSIZE[types.compute]
     tokens = max(numerics.micro_tokens)
     step_tokens = sum(numerics.micro_tokens) if plan.order == "breadth" else tokens
@@ -87,7 +87,7 @@ def seconds_bound(
 ) -> tuple[float, float]:
     """Seconds that (cores, disk) are busy; no step is shorter than either."""
     numerics, place = plan.numerics, plan.placement
-    item = ITEMSIZE[bodies.DTYPES[numerics.precision].compute]
+    item = ITEMSIZE[bodies.dtypes(numerics).compute]
     cores = 0.0
     again = sum(plan.recompute) / shape.layers
     for tokens in numerics.micro_tokens:

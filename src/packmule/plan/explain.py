@@ -7,7 +7,7 @@ from packmule.plan.bounds import Sizes
 from packmule.plan.search import Found
 from packmule.plan.situation import Situation
 from packmule.plan.table import Table, plain
-from packmule.shapes.bodies import DTYPES
+from packmule.shapes.bodies import dtypes
 from packmule.shapes.layout import ITEMSIZE
 from packmule.shapes.model import ModelShape
 from packmule.spec.plan import PhaseMemory, Plan
@@ -104,7 +104,7 @@ def _activations(plan: Plan) -> str:
 def _input_bytes(shape: ModelShape, plan: Plan) -> int:
     tokens = plan.numerics.micro_tokens
     held = sum(tokens) if plan.order == "breadth" else max(tokens)
-    item = ITEMSIZE[DTYPES[plan.numerics.precision].compute]
+    item = ITEMSIZE[dtypes(plan.numerics).compute]
     return held * shape.hidden * item * shape.layers
 
 

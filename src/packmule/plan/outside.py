@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from packmule.graph.step import StepGraph
-from packmule.shapes.bodies import DTYPES, compiled_bytes
+from packmule.shapes.bodies import compiled_bytes, dtypes
 from packmule.spec.plan import Plan
 
 STAGING_BYTES = 32 << 20
@@ -30,7 +30,7 @@ def workspace(graph: StepGraph) -> int:
 def held_bytes(plan: Plan, graphs: Iterable[StepGraph]) -> int:
     """What stays: compiled kernels, the graphs' objects, a step's tokens."""
     tasks = sum(graph.tasks for graph in graphs)
-    return compiled_bytes(DTYPES[plan.numerics.precision]) + TASK_BYTES * tasks + batch_bytes(plan)
+    return compiled_bytes(dtypes(plan.numerics)) + TASK_BYTES * tasks + batch_bytes(plan)
 
 
 def outside_bytes(plan: Plan, graphs: Iterable[StepGraph], staging: int = STAGING_BYTES) -> int:

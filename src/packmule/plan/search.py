@@ -247,10 +247,9 @@ def _changes(situation: Situation) -> dict[str, Callable[[Situation], Situation]
         found["--max-grad-norm 0"] = lambda s: replace(
             s, numerics=s.numerics.model_copy(update={"clip": None})
         )
-    if numerics.precision == "fp32" and {"avx512_bf16", "amx_bf16"} & set(numerics.cpu_features):
-        found["--precision bf16-mixed"] = lambda s: replace(
-            s, numerics=s.numerics.model_copy(update={"precision": "bf16-mixed"})
-        )
+    if numerics.precision == "fp32":
+        narrow = {"precision": "bf16-mixed", "products": situation.hardware.wider_product("bf16-mixed")}
+        found["--precision bf16-mixed"] = lambda s: replace(s, numerics=s.numerics.model_copy(update=narrow))
     for divisor in (2, 4, 8):
         length = numerics.max_seq_length // divisor
         if length >= SHORTEST:

@@ -11,9 +11,6 @@ from packmule.spec.job import HardwareSection
 from packmule.spec.plan import (
     CheckpointPlan,
     Numerics,
-    OptimizerNumerics,
-    Precision,
-    ScheduleNumerics,
     Update,
 )
 
@@ -59,34 +56,3 @@ class Situation:
     sample_tokens: int
     disk_free_bytes: int
     total_steps: int
-
-
-def base_numerics(
-    *,
-    precision: Precision,
-    rows: int,
-    max_seq_length: int,
-    clip: float | None,
-    optimizer: OptimizerNumerics,
-    schedule: ScheduleNumerics,
-    seed: int,
-    threads: int,
-    kernels: str,
-    torch: str,
-    hardware: Hardware,
-) -> Numerics:
-    """Numerics with one micro-batch and the largest loss chunk; the search cuts both."""
-    return Numerics(
-        precision=precision,
-        micro_rows=(rows,),
-        max_seq_length=max_seq_length,
-        loss_chunk=512,
-        clip=clip,
-        optimizer=optimizer,
-        schedule=schedule,
-        seed=seed,
-        threads=threads,
-        kernels="native" if kernels != "torch" else "torch",
-        torch=torch,
-        cpu_features=hardware.cpu_features,
-    )

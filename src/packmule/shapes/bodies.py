@@ -1,36 +1,58 @@
 """What each task body keeps and borrows: saved tensors, scratch, workspace, FLOPs.
 
-Letters as in docs/design.md. `c` is the compute dtype; `s` is the dtype of statistics
-(float32, or float64 in fp64 mode). The bodies in packmule.models take their views from these
+Letters as in docs/design.md. `c` is the compute dtype; `s` that of statistics (float32, or
+float64 in fp64 mode); `p` that of products. The bodies in packmule.models take their views from these
 very lists, so declared bytes are used bytes.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 from packmule.shapes.layout import ITEMSIZE, TensorSpec
-from packmule.shapes.model import ModelShape
+from packmule.shapes.model import Block, ModelShape
+
+if TYPE_CHECKING:
+    from packmule.spec.plan import Numerics
 
 
 @dataclass(frozen=True)
 class Dtypes:
-    """The dtypes of one precision: masters and moments, gradients, compute, statistics."""
+    """The dtypes of one precision: masters and moments, gradients, compute, statistics, and
+    operands of matrix products (compute's, or the statistics' wider one)."""
 
     master: str
     gradient: str
     compute: str
     statistic: str
+    product: str
+
+    @property
+    def widens(self) -> bool:
+        """Operands of products are widened first."""
+        return self.product != self.compute
 
 
 DTYPES = {
-    "fp32": Dtypes("float32", "float32", "float32", "float32"),
-    "bf16-mixed": Dtypes("float32", "float32", "bfloat16", "float32"),
-    "fp64": Dtypes("float64", "float64", "float64", "float64"),
+    "fp32": Dtypes("float32", "float32", "float32", "float32", "float32"),
+    "bf16-mixed": Dtypes("float32", "float32", "bfloat16", "float32", "bfloat16"),
+    "fp64": Dtypes("float64", "float64", "float64", "float64", "float64"),
 }
 
-HEAD_SLAB_ROWS = 8192
-"""Vocabulary rows whose weight gradient is computed at once, so its temporary stays small."""
+
+def dtypes(numerics: Numerics) -> Dtypes:
+    """What a run computes in."""
+    types = DTYPES[numerics.precision]
+    return replace(types, product=numerics.products or types.product)
+
+
+WEIGHT_ROWS = 8192
+"""Rows of a weight that are widened, or whose gradient is computed, at once: no temporary of the
+size of a vocabulary."""
+
+PRODUCT_ROWS = 512
+"""Tokens that are widened at once: 2 to 12 MB stay in cache (measured: as fast as all at once)."""
 
 
 def layer_saved(shape: ModelShape, tokens: int, types: Dtypes) -> tuple[TensorSpec, ...]:
@@ -58,8 +80,8 @@ ATTENTION_ELEMENTS = 1 << 20
 """Elements that the scores of one batched attention product may have, unless one pair needs more."""
 
 
-KERNEL_WORKSPACE = 8 << 20
-"""Most bytes that matrix products pack outside the arena, in any body (measured: up to 5 MiB)."""
+KERNEL_WORKSPACE = 10 << 20
+"""Most bytes that matrix products pack outside the arena, in any body (measured: up to 7 MiB)."""
 
 PRIMITIVES_KEPT = 32
 """Compiled matrix products that oneDNN keeps (bfloat16 only: float32 and float64 go to MKL). A
@@ -93,29 +115,53 @@ def attention_scratch(
 ) -> tuple[TensorSpec, ...]:
     """Temporaries of attention for at most `queries` rows, whatever their documents, each of
     which sees at most `keys` keys. Flat: each document length takes its own shapes from them."""
-    c, s = types.compute, types.statistic
+    p, s = types.product, types.statistic
     group, d, tile = shape.heads // shape.kv_heads, shape.head_dim, min(ATTENTION_TILE, queries)
     rows = min(shape.heads * queries * d, max(ATTENTION_ELEMENTS, group * tile * d))
     prefix = min(shape.kv_heads * keys * d, max(ATTENTION_ELEMENTS, keys * d))
     scores = min(shape.heads * tile * keys, max(ATTENTION_ELEMENTS, group * tile * keys))
     forward = (
-        TensorSpec("tile_q", (rows,), c),
-        TensorSpec("tile_k", (prefix,), c),
-        TensorSpec("tile_v", (prefix,), c),
-        TensorSpec("tile_scores", (scores,), c),
+        TensorSpec("tile_q", (rows,), p),
+        TensorSpec("tile_k", (prefix,), p),
+        TensorSpec("tile_v", (prefix,), p),
+        TensorSpec("tile_scores", (scores,), p),
     )
     if not backward:
         return forward
     return (
         *forward,
-        TensorSpec("tile_dout", (rows,), c),
+        TensorSpec("tile_dout", (rows,), p),
         TensorSpec("tile_product", (rows,), s),
         TensorSpec("tile_delta", (rows // d,), s),
-        TensorSpec("tile_dscores", (scores,), c),
+        TensorSpec("tile_dscores", (scores,), p),
         TensorSpec("tile_dk", (prefix,), s),
         TensorSpec("tile_dv", (prefix,), s),
-        *((TensorSpec("tile_dkv", (prefix,), c),) if c != s else ()),
+        *((TensorSpec("tile_dkv", (prefix,), p),) if p != s else ()),
     )
+
+
+def _matrices(block: Block) -> list[tuple[int, int]]:
+    """(outputs, inputs) of a block's weights, as many outputs as are dealt with at once."""
+    return [(min(p.shape[0], WEIGHT_ROWS), p.shape[1]) for p in block.parameters if len(p.shape) == 2]
+
+
+def _wide(matrices: list[tuple[int, int]], tokens: int, types: Dtypes) -> tuple[TensorSpec, ...]:
+    """Where operands of products with these weights are widened."""
+    if not types.widens:
+        return ()
+    rows, p = min(tokens, PRODUCT_ROWS), types.product
+    return (
+        TensorSpec("wide_weight", (max(o * i for o, i in matrices),), p),
+        TensorSpec("wide_x", (rows * max(i for _, i in matrices),), p),
+        TensorSpec("wide_y", (rows * max(o for o, _ in matrices),), p),
+    )
+
+
+def _weight_gradient(matrices: list[tuple[int, int]], types: Dtypes) -> tuple[TensorSpec, ...]:
+    """Room for a product that is narrower than the gradient it is added to."""
+    if types.product == types.gradient:
+        return ()
+    return (TensorSpec("wgrad", (max(o * i for o, i in matrices),), types.product),)
 
 
 def layer_forward_scratch(shape: ModelShape, tokens: int, types: Dtypes) -> tuple[TensorSpec, ...]:
@@ -123,7 +169,8 @@ def layer_forward_scratch(shape: ModelShape, tokens: int, types: Dtypes) -> tupl
     c = types.compute
     return (
         TensorSpec("normed", (tokens, shape.hidden), c),
-        TensorSpec("wide", (tokens * shape.ffn,), c),
+        TensorSpec("act", (tokens * shape.ffn,), c),
+        *_wide(_matrices(shape.blocks()[1]), tokens, types),
         *attention_scratch(shape, tokens, tokens, types, backward=False),
     )
 
@@ -131,33 +178,33 @@ def layer_forward_scratch(shape: ModelShape, tokens: int, types: Dtypes) -> tupl
 def layer_backward_scratch(shape: ModelShape, tokens: int, types: Dtypes) -> tuple[TensorSpec, ...]:
     """Temporaries of a layer's backward, and of the forward it may run first."""
     c = types.compute
-    largest = max(p.shape[0] * p.shape[1] for p in shape.blocks()[1].parameters if len(p.shape) == 2)
-    low = types.compute != types.gradient
+    matrices = _matrices(shape.blocks()[1])
     return (
         TensorSpec("normed", (tokens, shape.hidden), c),
-        TensorSpec("wide", (tokens * max(shape.ffn, shape.heads * shape.head_dim),), c),
+        TensorSpec("act", (tokens * max(shape.ffn, shape.heads * shape.head_dim),), c),
+        *_wide(matrices, tokens, types),
         *attention_scratch(shape, tokens, tokens, types, backward=True),
-        *((TensorSpec("wgrad", (largest,), c),) if low else ()),
+        *_weight_gradient(matrices, types),
     )
 
 
 def head_scratch(shape: ModelShape, chunk: int, types: Dtypes, train: bool) -> tuple[TensorSpec, ...]:
     """Temporaries of the head for one loss chunk of `chunk` tokens."""
     c, s = types.compute, types.statistic
-    low = types.compute != types.gradient
+    matrices = [(min(shape.vocab, WEIGHT_ROWS), shape.hidden)]
     forward = (
         TensorSpec("normed", (chunk, shape.hidden), c),
         TensorSpec("rstd", (chunk,), s),
         TensorSpec("logits", (chunk, shape.vocab), c),
         TensorSpec("loss", (chunk,), s),
+        *_wide(matrices, chunk, types),
     )
     if not train:
         return forward
-    slab = min(HEAD_SLAB_ROWS, shape.vocab)
     return (
         *forward,
         TensorSpec("dnormed", (chunk, shape.hidden), c),
-        *((TensorSpec("wgrad", (slab * shape.hidden,), c),) if low else ()),
+        *_weight_gradient(matrices, types),
     )
 
 
@@ -205,7 +252,7 @@ def layer_workspace(shape: ModelShape, tokens: int, types: Dtypes) -> int:
 
 def compiled_bytes(types: Dtypes) -> int:
     """Bytes of the compiled matrix products that a process comes to hold."""
-    return PRIMITIVES_KEPT * PRIMITIVE_BYTES if types.compute == "bfloat16" else 0
+    return PRIMITIVES_KEPT * PRIMITIVE_BYTES if types.product == "bfloat16" else 0
 
 
 def layer_flops(shape: ModelShape, tokens: int, mean_length: float) -> tuple[float, float]:

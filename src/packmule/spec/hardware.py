@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from pydantic import Field
 
 from packmule.spec.records import Record
@@ -52,3 +54,13 @@ class Hardware(Record):
     busy_fraction: float = Field(
         default=0.0, description="part of the threads that other programs kept from running meanwhile"
     )
+
+    def matmul_rate(self, dtype: str) -> float:
+        """FLOP/s of the largest matmul measured."""
+        return max(self.matmul[dtype], key=lambda point: point.size).flops_per_second
+
+    def wider_product(self, precision: str) -> Literal["float32"] | None:
+        """The dtype to multiply in if it is not the precision's: float32 where that is faster than
+        bfloat16, as on CPUs that run AVX-512's bfloat16 instructions at half the rate."""
+        slow = self.matmul_rate("bfloat16") < self.matmul_rate("float32")
+        return "float32" if precision == "bf16-mixed" and slow else None

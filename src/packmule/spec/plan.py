@@ -39,6 +39,11 @@ class Numerics(Record):
     """What fixes bits. Same numerics, same machine: same bits, however it is placed."""
 
     precision: Precision
+    products: Literal["bfloat16", "float32", "float64"] | None = Field(
+        default=None,
+        description="dtype in which matrices are multiplied, where this machine is faster in a wider one "
+        "than the precision's; null: the precision's",
+    )
     micro_rows: tuple[int, ...] = Field(description="rows of each micro-batch of a step")
     max_seq_length: int
     loss_chunk: int = Field(description="tokens whose logits exist at once")

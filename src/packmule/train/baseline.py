@@ -61,7 +61,7 @@ def _run_layer(kernels: Kernels, precision: str) -> None:
 
     shape = ModelShape.from_config({"model_type": "llama", **_SIZES}, "baseline")
     types, tokens = bodies.DTYPES[precision], shape.max_positions
-    decoder = llama.Decoder.create(kernels, shape, precision, tokens)
+    decoder = llama.Decoder.create(kernels, shape, types, tokens)
     ids = np.zeros(tokens, np.int64)
     batch = llama.TokenBatch.from_batch(Batch(ids, ids, np.arange(tokens, dtype=np.int32), (tokens,)))
 

@@ -17,7 +17,7 @@ from packmule.graph.costs import Costs
 from packmule.kernels import checksum
 from packmule.models.weights.export import write_huggingface
 from packmule.plan.inference import inference_plan
-from packmule.shapes.bodies import DTYPES
+from packmule.shapes.bodies import dtypes
 from packmule.shapes.model import ModelShape
 from packmule.spec.environment import Environment
 from packmule.tiers.disk import PosixDisk
@@ -158,7 +158,7 @@ def _run(
     base = own + hardware.child_baseline_bytes
     if ids:
         base += tokenizer_bytes(folder.model, shape)
-    costs = Costs.of(hardware, DTYPES[head.numerics.precision].compute, hardware.disks[0])
+    costs = Costs.of(hardware, dtypes(head.numerics).product, hardware.disks[0])
     chunk = head.layout.chunk_bytes
     plan = inference_plan(shape, head.numerics, costs, budget, base, chunk, mean_length, rows, positions)
     request = Request(

@@ -12,7 +12,7 @@ from packmule.graph.costs import Costs
 from packmule.graph.model import PLANES
 from packmule.kernels import load
 from packmule.kernels.contract import Kernels
-from packmule.shapes.bodies import DTYPES
+from packmule.shapes.bodies import DTYPES, dtypes
 from packmule.shapes.model import ModelShape
 from packmule.spec.hardware import Hardware
 from packmule.spec.plan import Plan
@@ -36,4 +36,4 @@ def make_store(disk: Disk, folder: RunFolder, shape: ModelShape, plan: Plan, ker
 
 def costs_of(hardware: Hardware, plan: Plan) -> Costs:
     """The rates that a plan's predictions use."""
-    return Costs.of(hardware, DTYPES[plan.numerics.precision].compute, hardware.disks[0])
+    return Costs.of(hardware, dtypes(plan.numerics).product, hardware.disks[0])

@@ -17,7 +17,7 @@ from packmule.graph.costs import Costs
 from packmule.kernels import native
 from packmule.plan.situation import Situation
 from packmule.probe import load as load_hardware
-from packmule.shapes.bodies import DTYPES
+from packmule.shapes.bodies import dtypes
 from packmule.shapes.model import ModelShape
 from packmule.spec.environment import Environment
 from packmule.spec.hardware import Hardware
@@ -72,8 +72,10 @@ def make_numerics(job: Job, hardware: Hardware, steps: int) -> Numerics:
     """What a fresh run computes, with one micro-batch; the search cuts it."""
     optim, train = job.optim, job.train
     threads = hardware.threads if job.hardware.threads == "auto" else int(job.hardware.threads)
+    precision = train.resolved_precision(hardware.cpu_features)
     return Numerics(
-        precision=train.resolved_precision(hardware.cpu_features),
+        precision=precision,
+        products=hardware.wider_product(precision),
         micro_rows=(train.global_batch_size,),
         max_seq_length=train.max_seq_length,
         loss_chunk=512,
@@ -136,7 +138,7 @@ def make_situation(
     return Situation(
         shape=shape,
         hardware=hardware,
-        costs=Costs.of(hardware, DTYPES[numerics.precision].compute, hardware.disks[0]),
+        costs=Costs.of(hardware, dtypes(numerics).product, hardware.disks[0]),
         budget_bytes=budget,
         numerics=numerics,
         fixed=fixed,

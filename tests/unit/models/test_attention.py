@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import pytest
 import torch
+from tests.parity.plain import TYPES
 from torch import Tensor
 
 from packmule.kernels import load
@@ -17,7 +18,7 @@ from packmule.shapes import bodies
 from packmule.shapes.layout import layout
 from packmule.shapes.model import ModelShape
 
-PRECISIONS = {"fp32": 2e-5, "fp64": 1e-12, "bf16-mixed": 3e-2}
+PRECISIONS = {"fp32": 2e-5, "fp64": 1e-12, "bf16-mixed": 3e-2, "bf16-wide": 3e-2}
 
 
 def shape_of(heads: int, kv_heads: int, head_dim: int) -> ModelShape:
@@ -63,7 +64,7 @@ def test_both_variants_equal_the_written_out_softmax(
     monkeypatch.setattr(attention, "choose", lambda dtype, length: variant)
     # Small products, so that heads and documents are cut too.
     monkeypatch.setattr(bodies, "ATTENTION_ELEMENTS", 1 << 16)
-    shape, types, limit = shape_of(heads, kv_heads, head_dim), bodies.DTYPES[precision], PRECISIONS[precision]
+    shape, types, limit = shape_of(heads, kv_heads, head_dim), TYPES[precision], PRECISIONS[precision]
     tokens = sum(lengths)
     place = layout(bodies.layer_saved(shape, tokens, types))
     saved = views(torch.full((place.bytes,), 0xFF, dtype=torch.uint8), place)

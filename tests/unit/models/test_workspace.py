@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from tests.parity.plain import TYPES
 from torch import Tensor
 
 from packmule.kernels import load, native
@@ -62,11 +63,11 @@ def test_the_method_sees_an_allocation() -> None:
     assert peak_bytes(lambda: torch.ones(8 << 20).sum()) > 30 << 20
 
 
-@pytest.mark.parametrize("precision", ("fp32", "bf16-mixed"))
+@pytest.mark.parametrize("precision", ("fp32", "bf16-mixed", "bf16-wide"))
 @pytest.mark.parametrize("length", (64, 512, TOKENS))
 def test_a_layer_stays_within_its_workspace(precision: str, length: int) -> None:
-    types = bodies.DTYPES[precision]
-    decoder = Decoder.create(load(2), SHAPE, precision, length)
+    types = TYPES[precision]
+    decoder = Decoder.create(load(2), SHAPE, TYPES[precision], length)
     ids = np.zeros(TOKENS, dtype=np.int64)
     positions = np.arange(TOKENS, dtype=np.int32) % length
     batch = TokenBatch.from_batch(Batch(ids, ids.copy(), positions, (length,) * (TOKENS // length)))
@@ -88,10 +89,10 @@ def test_a_layer_stays_within_its_workspace(precision: str, length: int) -> None
     decoder.kernels.close()
 
 
-@pytest.mark.parametrize("precision", ("fp32", "bf16-mixed"))
+@pytest.mark.parametrize("precision", ("fp32", "bf16-mixed", "bf16-wide"))
 def test_the_head_stays_within_its_workspace(precision: str) -> None:
-    types, chunk = bodies.DTYPES[precision], 512
-    decoder = Decoder.create(load(2), SHAPE, precision, TOKENS)
+    types, chunk = TYPES[precision], 512
+    decoder = Decoder.create(load(2), SHAPE, TYPES[precision], TOKENS)
     ids = np.zeros(TOKENS, dtype=np.int64)
     batch = TokenBatch.from_batch(Batch(ids, ids.copy(), np.arange(TOKENS, dtype=np.int32), (TOKENS,)))
     block = SHAPE.blocks()[-1]

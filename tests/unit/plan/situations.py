@@ -59,7 +59,7 @@ def make_situation(rng: random.Random) -> Situation:
     return Situation(
         shape=shape,
         hardware=hardware,
-        costs=Costs.of(hardware, DTYPES[precision].compute, hardware.disks[0]),
+        costs=Costs.of(hardware, DTYPES[precision].product, hardware.disks[0]),
         budget_bytes=16 * GIB,
         numerics=numerics,
         fixed=False,
