@@ -165,7 +165,8 @@ def run_packmule(
         engine.close()
     return {
         "seconds": seconds[WARM_UP:], "peak": peak_bytes(), "loss": result.loss,
-        "plan": f"products in {plan.numerics.products or precision}, {plan.update}, weights {plan.placement.weights}, {sum(plan.recompute)} layers recomputed, "
+        "plan": f"products in {plan.numerics.products or precision}, {plan.update}, "
+        f"weights {plan.placement.weights}, {sum(plan.recompute)} layers recomputed, "
         f"micro-batches {'+'.join(map(str, plan.numerics.micro_rows))}",
     }  # fmt: skip
 
