@@ -80,11 +80,15 @@ def test_less_memory_is_never_faster_and_its_cost_is_told(bench: Bench, big: Pat
     assert int(cost[1]) == pytest.approx(100 * slower, abs=1.5)
 
 
-def test_a_plan_that_does_not_fit_offers_three_ways_out_that_all_work(bench: Bench, big: Path) -> None:
+@pytest.mark.parametrize("missing", (20, 200))
+def test_a_plan_that_does_not_fit_offers_three_ways_out_that_all_work(
+    bench: Bench, big: Path, missing: int
+) -> None:
+    """Far from fitting, changes are named together with the smaller `--ram` that they leave."""
     words = ("plan", big.name, "--micro-batch-size", "4")
     needed = re.search(r"at least (\d+) MB", bench.run(*words, "--ram", "500MB").refused(3))
     assert needed is not None
-    ram = f"{int(needed[1]) - 20}MB"
+    ram = f"{int(needed[1]) - missing}MB"
     message = bench.run(*words, "--ram", ram).refused(3)
     ways = message.split("these would fit: ")[1].strip().split("; ")
     assert len(ways) == 3, message

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations
 
@@ -27,6 +27,9 @@ FEW = 4
 WAYS = 3
 """Ways out that a refusal names at most."""
 
+WORTH_SAVING = 0.02
+"""Part of the memory a job needs that a change must save to be named with a smaller `--ram`."""
+
 SHORTEST = 32
 """Rows are not proposed to be shorter than this."""
 
@@ -41,6 +44,10 @@ UNBOUNDED = 1 << 50
 
 COMMIT_SHARE = 0.03
 """Share of a run's time that commits may take when the planner chooses how often."""
+
+
+Changes = dict[str, Callable[[Situation], Situation]]
+"""Flags, and what they do to a situation."""
 
 
 @dataclass(frozen=True)
@@ -193,7 +200,7 @@ def _refusal(situation: Situation) -> DoesNotFit:
     ways = []
     roomy = _search(replace(situation, budget_bytes=_rounded(needed)), FEW)
     if roomy is not None:
-        ways.append(_way(f"--ram {format_bytes(_rounded(needed)).replace(' ', '')}", roomy))
+        ways.append(_way(f"--ram {_typed(_rounded(needed))}", roomy))
     changes = _changes(situation)
     # Mild changes first, then two of them together.
     for names in [*combinations(changes, 1), *combinations(changes, 2)]:
@@ -201,12 +208,10 @@ def _refusal(situation: Situation) -> DoesNotFit:
             break
         if any(name.split()[0] in " ".join(ways[1:]) for name in names):
             continue  # a stronger form of a way already named
-        changed = situation
-        for name in names:
-            changed = changes[name](changed)
-        found = _search(changed, FEW)
+        found = _search(_changed(situation, changes, names), FEW)
         if found is not None:
             ways.append(_way(" ".join(names), found))
+    ways += _partial_ways(situation, changes, needed)[: WAYS - len(ways)]
     budget = situation.budget_bytes
     return DoesNotFit(
         f"The job needs at least {format_bytes(needed)} of RAM, {format_bytes(needed - budget)} more "
@@ -214,6 +219,41 @@ def _refusal(situation: Situation) -> DoesNotFit:
         f"(of which Python and torch take {format_bytes(baseline(situation))}).",
         "these would fit: " + "; ".join(ways),
     )
+
+
+def _changed(situation: Situation, changes: Changes, names: Sequence[str]) -> Situation:
+    for name in names:
+        situation = changes[name](situation)
+    return situation
+
+
+def _partial_ways(situation: Situation, changes: Changes, needed: int) -> list[str]:
+    """Changes that do not suffice but leave less memory to find: the one that saves most, and the
+    pair with it that saves most."""
+    ways: list[str] = []
+    chosen: tuple[str, ...] = ()
+    for _ in range(2):
+        least = needed
+        best: tuple[Situation, tuple[str, ...]] | None = None
+        for name in changes:
+            if any(name.split()[0] == other.split()[0] for other in chosen):
+                continue
+            changed = _changed(situation, changes, (*chosen, name))
+            _, size = leanest(changed)
+            if size < least * (1 - WORTH_SAVING):
+                least, best = size, (changed, (*chosen, name))
+        if best is None:
+            break
+        changed, chosen = best
+        needed = least
+        found = _search(replace(changed, budget_bytes=_rounded(least)), FEW)
+        if found is not None:
+            ways.append(_way(f"{' '.join(chosen)} --ram {_typed(_rounded(least))}", found))
+    return ways
+
+
+def _typed(size: int) -> str:
+    return format_bytes(size).replace(" ", "")
 
 
 def _way(name: str, found: Found) -> str:
@@ -226,13 +266,13 @@ def _rounded(size: int) -> int:
     return -(-size // 10_000_000) * 10_000_000
 
 
-def _changes(situation: Situation) -> dict[str, Callable[[Situation], Situation]]:
+def _changes(situation: Situation) -> Changes:
     """Flags that change a job and save memory, mildest first; none when a run is resumed."""
     if situation.fixed:
         return {}
     numerics, wishes = situation.numerics, situation.wishes
     free = type(wishes)(ram=wishes.ram, disk_path=wishes.disk_path, threads=wishes.threads)
-    found: dict[str, Callable[[Situation], Situation]] = {}
+    found: Changes = {}
     if free != wishes:
         found[
             "--hardware.state auto --hardware.weights auto --hardware.gradients auto --hardware.inputs auto"
