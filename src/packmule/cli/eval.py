@@ -39,15 +39,15 @@ def evaluate(
         ram_bytes=None if ram is None else parse_bytes(ram),
     )
     if json:
-        print_json(result)
+        print_json(result.model_dump())
     else:
         print_rows(
             [
-                ("held-out loss", f"{result['loss']:.4f}"),
-                ("perplexity", f"{result['perplexity']:.3f}"),
+                ("held-out loss", f"{result.loss:.4f}"),
+                ("perplexity", f"{result.perplexity:.3f}"),
                 (
                     "on",
-                    f"{result['targets']:,} tokens in {result['rows']:,} rows, after step {result['step']}",
+                    f"{result.targets:,} tokens in {result.rows:,} rows, after step {result.step}",
                 ),
             ]
         )

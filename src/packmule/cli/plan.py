@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from packmule.cli.common import JsonFlag, environment_of, progress_line, read_job
+from packmule.cli.common import JsonFlag, environment_of, read_job
 from packmule.cli.job_flags import JobWords, job_command
 
 
@@ -32,6 +32,7 @@ def plan(
     job = read_job(words, environment)
     from packmule.plan.table import plain
     from packmule.train.launch import make_plan
+    from packmule.train.show import progress_line
     from packmule.train.tables import print_tables, terminal
 
     planned = make_plan(job, environment, progress=progress_line())

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from packmule.cli.common import JsonFlag, environment_of, print_rows, progress_line
+from packmule.cli.common import JsonFlag, environment_of, print_rows
 
 
 def probe(
@@ -35,6 +35,7 @@ def probe(
     packmule probe --json > machine.json
     """
     from packmule.probe import explain, load
+    from packmule.train.show import progress_line
 
     path = output if output is not None else environment_of(context).cache / "probe.json"
     hardware = load(path, disk, refresh=refresh, threads=threads, progress=progress_line())

@@ -22,10 +22,10 @@ def verify(context: typer.Context, run: RunArgument, json: JsonFlag = False) -> 
 
     result = run_verification(run, environment_of(context))
     if json:
-        print_json(result)
+        print_json({name: found.model_dump() for name, found in result.items()})
     else:
         print_rows(
-            (name, f"step {found['step']}, {format_bytes(found['checked_bytes'])} read, no damage")
+            (name, f"step {found.step}, {format_bytes(found.checked_bytes)} read, no damage")
             for name, found in result.items()
         )
     return 0

@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import PurePath
 from typing import Any, Literal, NamedTuple
 
@@ -259,18 +259,20 @@ class LoadedJob(NamedTuple):
 
 
 def read_job(
-    text: str,
+    job: str | Mapping[str, Any],
     source: str,
     overrides: Sequence[tuple[str, str]] = (),
     variables: Sequence[tuple[str, str]] = (),
+    arguments: Mapping[str, Any] | None = None,
 ) -> LoadedJob:
-    """A job from YAML text, environment variables and flags; later ones win.
+    """A job from YAML text, environment variables, flags and arguments; later ones win.
 
     Args:
-        text: YAML with sections, or with flat names as other tools write them; may be empty.
+        job: YAML with sections, or with flat names as other tools write them, or such data; may be empty.
         source: where the text came from, for messages.
         overrides: (key, value) of flags without dashes: ("max-steps", "100"), ("optim.lr", "1e-4").
         variables: (name, value) of PACKMULE_* variables.
+        arguments: of a call from Python: {"max_steps": 100, "optim": {"lr": 1e-4}}.
 
     Raises:
         ConfigError: names the source, key, value and what to write instead.
@@ -279,13 +281,13 @@ def read_job(
         name: {key: "str" in str(info.annotation) for key, info in section.model_fields.items()}
         for name, section in SECTIONS.items()
     }
-    collected = collect(text, source, variables, overrides, fields)
+    collected = collect(job, source, variables, overrides, arguments or {}, fields)
     try:
-        job = Job.model_validate(collected.data)
+        found = Job.model_validate(collected.data)
     except ValidationError as error:
         # Parsed again under the name of the layer that wrote the offending field.
-        job = Job.parse(collected.data, collected.source_of(error.errors()[0]["loc"], source))
-    return LoadedJob(job, tuple(collected.notes))
+        found = Job.parse(collected.data, collected.source_of(error.errors()[0]["loc"], source))
+    return LoadedJob(found, tuple(collected.notes))
 
 
 def load_job(

@@ -1,8 +1,9 @@
-"""From YAML text, variables and flags to the sections of a job. Nothing is opened or validated here.
+"""From YAML text, variables, flags and arguments to the sections of a job. Nothing is opened here.
 
-Layers, later ones win: the file, environment variables, the command line. A name is looked up in
-its section, then among unique field names, then in `job_names`; what is none of these is an error
-that names the nearest name and the section it belongs in.
+Layers, later ones win: the file, environment variables, the command line or the arguments of a
+call. A name is looked up in its section, then among unique field names, then in `job_names`; what
+is none of these is an error that names the nearest name and the section it belongs in. Values are
+validated elsewhere.
 """
 
 from __future__ import annotations
@@ -70,22 +71,25 @@ class _Entry(NamedTuple):
     value: Any
     source: str  # for messages
     is_flag: bool  # the value is command-line text, not data
+    told: bool = False  # a note says how the name was read
 
 
 def collect(
-    text: str,
+    job: str | Mapping[str, Any],
     source: str,
     variables: Iterable[tuple[str, str]],
     overrides: Iterable[tuple[str, str]],
+    arguments: Mapping[str, Any],
     fields: Fields,
 ) -> Collected:
     """Merge the layers.
 
     Args:
-        text: YAML, may be empty.
-        source: the file's name, for messages.
+        job: YAML text, may be empty; or what such text says, as plain data.
+        source: its name, for messages.
         variables: (variable, value), named like PACKMULE_MAX_STEPS or PACKMULE_OPTIM__LR.
         overrides: (key, value) of flags, without the dashes; keys may be dotted.
+        arguments: of a call: a key, maybe dotted, or a section -> plain data.
         fields: what sections and fields there are.
 
     Raises:
@@ -93,7 +97,8 @@ def collect(
     """
     collected = Collected({section: {} for section in fields})
     names = _Names(fields)
-    _put(_file_entries(load_yaml(text, source), source, fields), names, collected)
+    data = load_yaml(job, source) if isinstance(job, str) else job
+    _put(_data_entries(data, source, fields, told=True), names, collected)
     _put(
         [
             _Entry(_snake(key.removeprefix("PACKMULE_").replace("__", ".")), key, value, key, True)
@@ -110,6 +115,7 @@ def collect(
         names,
         collected,
     )
+    _put(_data_entries(arguments, "the arguments", fields, told=False), names, collected)
     return collected
 
 
@@ -117,7 +123,7 @@ def _snake(name: str) -> str:
     return name.strip().replace("-", "_").lower()
 
 
-def _file_entries(data: Any, source: str, fields: Fields) -> list[_Entry]:
+def _data_entries(data: Any, source: str, fields: Fields, told: bool) -> list[_Entry]:
     if data is None:
         return []
     if not isinstance(data, Mapping):
@@ -129,9 +135,9 @@ def _file_entries(data: Any, source: str, fields: Fields) -> list[_Entry]:
         if section in fields and isinstance(value, Mapping):
             for inner, setting in value.items():
                 key = f"{section}.{_snake(str(inner))}"
-                entries.append(_Entry(key, f"{written}.{inner}", setting, source, False))
+                entries.append(_Entry(key, f"{written}.{inner}", setting, source, False, told))
         elif value is not None or section not in fields:
-            entries.append(_Entry(name, str(written), value, source, False))
+            entries.append(_Entry(name, str(written), value, source, False, told))
     return entries
 
 
@@ -151,7 +157,7 @@ def _put(entries: Iterable[_Entry], names: _Names, collected: Collected) -> None
         else:
             dotted = names.field_of(entry)
             value = names.read(dotted, entry)
-        if not entry.is_flag and entry.key != dotted:
+        if entry.told and entry.key != dotted:
             collected.notes.append(f"{entry.source}: `{entry.written}` was read as `{dotted}`")
         put[dotted] = value
         collected.set(dotted, value)

@@ -24,6 +24,7 @@ from packmule.tiers.disk import PosixDisk
 from packmule.train.folder import RunFolder, read_log
 from packmule.train.memory import process_memory
 from packmule.train.messages import Request
+from packmule.train.results import Checked, Evaluation
 from packmule.train.situation import RESERVE, shape_of, text_positions, tokenizer_bytes
 from packmule.train.transfer import exporter
 from packmule.train.watch import run_child
@@ -38,7 +39,7 @@ def evaluate(
     dataset: tuple[str, ...] = (),
     rows: int | None = None,
     ram_bytes: int | None = None,
-) -> dict[str, Any]:
+) -> Evaluation:
     """Loss and perplexity of a commit or snapshot.
 
     Args:
@@ -62,7 +63,7 @@ def evaluate(
         length = chosen.meta.mean_length_by_token
         result = _run(folder, environment, head, ram_bytes, "evaluate", data, length, count, (), 0, {})
     event = result["evaluation"]
-    return {"step": head.step, "rows": count, **{k: event[k] for k in ("loss", "perplexity", "targets")}}
+    return Evaluation(step=head.step, rows=count, **{k: event[k] for k in ("loss", "perplexity", "targets")})
 
 
 def _prepare(
@@ -216,11 +217,11 @@ def export(run: Path, output: Path, environment: Environment, dtype: str = "bflo
     return output
 
 
-def verify(run: Path, environment: Environment) -> dict[str, Any]:
+def verify(run: Path, environment: Environment) -> dict[str, Checked]:
     """Check the state of a run and its snapshots against their checksums.
 
     Returns:
-        by folder name: step and checked_bytes.
+        By folder name.
 
     Raises:
         DamagedFile: names block, plane and chunk of the first damage.
@@ -230,7 +231,7 @@ def verify(run: Path, environment: Environment) -> dict[str, Any]:
     paths = [folder.state]
     if folder.state.name.split("-")[0] != "checkpoint":
         paths += snapshots(disk, folder.state, crc)
-    found: dict[str, Any] = {}
+    found: dict[str, Checked] = {}
     for path in paths:
         verdict = verify_state(disk, path, crc)
         if verdict.damage:
@@ -239,7 +240,7 @@ def verify(run: Path, environment: Environment) -> dict[str, Any]:
                 f"{verdict.damage[0]}{more}",
                 "train again with the same command: it goes back to the newest snapshot",
             )
-        found[path.name] = {"step": verdict.step, "checked_bytes": verdict.checked_bytes}
+        found[path.name] = Checked(step=verdict.step or 0, checked_bytes=verdict.checked_bytes)
     return found
 
 

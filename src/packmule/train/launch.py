@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from dataclasses import dataclass
+from html import escape
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +16,11 @@ from packmule.errors import ConfigError, DamagedFile, DiskError
 from packmule.plan.explain import tables
 from packmule.plan.search import Found, search
 from packmule.plan.situation import Situation
-from packmule.plan.table import Table
+from packmule.plan.table import Table, plain
 from packmule.spec.environment import Environment
 from packmule.spec.job import Job, changed_promises
 from packmule.spec.plan import Numerics, Plan
-from packmule.spec.units import format_bytes
+from packmule.spec.units import format_bytes, format_seconds
 from packmule.train.folder import RunFolder, read_log
 from packmule.train.memory import process_memory
 from packmule.train.messages import Request
@@ -43,9 +44,9 @@ from packmule.train.watch import interruptible, run_child
 Progress = Callable[[str, float], None]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Planned:
-    """What planning found, for the command line.
+    """What planning found. `str` is what `packmule plan` prints.
 
     Attributes:
         plan: the plan chosen.
@@ -62,6 +63,26 @@ class Planned:
     def tables(self) -> list[Table]:
         """What the plan is, and why."""
         return tables(self.situation, self.found, self.steps)
+
+    def __str__(self) -> str:
+        return plain(self.tables()).rstrip("\n")
+
+    def __repr__(self) -> str:
+        predicted, place = self.plan.predicted, self.plan.placement
+        words = f"state {place.state}, weights {place.weights}, {self.plan.numerics.precision}"
+        if predicted is not None:
+            words = (
+                f"{format_seconds(predicted.step_seconds)} per step, "
+                f"{format_bytes(predicted.peak_ram_bytes)} at its peak; {words}"
+            )
+        return f"<Plan for {format_bytes(self.plan.budget_bytes)} of RAM: {words}>"
+
+    def _repr_html_(self) -> str:
+        return f"<pre>{escape(str(self))}</pre>"
+
+    def to_json(self) -> str:
+        """The plan as JSON, as plan.json holds it."""
+        return self.plan.to_json()
 
     def write(self, path: str) -> None:
         """The plan as JSON.

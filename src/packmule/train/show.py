@@ -1,11 +1,13 @@
-"""Show: what a run prints: the machine, the plan, progress, results. Rich on a terminal, lines else."""
+"""Show: what a run prints: the machine, the plan, progress, results. Rich on a terminal or in a notebook,
+lines else."""
 
 from __future__ import annotations
 
 import json
 import sys
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from importlib.util import find_spec
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
@@ -18,6 +20,8 @@ from packmule.train.tables import print_tables, wrapped
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+    from rich.console import Console
 
     from packmule.data.prepare import PrepareReport
     from packmule.plan.search import Found
@@ -60,7 +64,8 @@ class Show:
         self._quiet = quiet
         self._json = json_lines
         self._console = Console(stderr=json_lines, no_color=not color, highlight=False, soft_wrap=True)
-        self._live = self._console.is_terminal and not quiet and not json_lines
+        redraws = self._console.is_terminal or _is_notebook(self._console)
+        self._live = redraws and not quiet and not json_lines
         self._bar: Any = None
         self._phase = ""
         self._budget = 0
@@ -279,3 +284,20 @@ class Show:
     def _emit(event: Mapping[str, Any]) -> None:
         sys.stdout.write(json.dumps(dict(event)) + "\n")
         sys.stdout.flush()
+
+
+def _is_notebook(console: Console) -> bool:
+    """Whether output goes to a notebook that can redraw a part of it."""
+    return console.is_jupyter and find_spec("ipywidgets") is not None
+
+
+def progress_line() -> Callable[[str, float], None]:
+    """A reporter of (what, fraction done): one line of standard error, if that is a terminal."""
+    if not sys.stderr.isatty():
+        return lambda doing, fraction: None
+
+    def report(doing: str, fraction: float) -> None:
+        end = "\r\x1b[K" if fraction >= 1 else ""
+        print(f"\r\x1b[K{fraction:4.0%} {doing}{end}", end="", file=sys.stderr, flush=True)
+
+    return report

@@ -1,0 +1,38 @@
+"""What commands and calls give back, as records that print well. No torch."""
+
+from __future__ import annotations
+
+from pydantic import Field
+
+from packmule.spec.records import Record
+
+
+class Evaluation(Record):
+    """The loss of a run's model on text.
+
+    Attributes:
+        step: the commit that was judged.
+        rows: how many were judged on.
+        loss: mean over the targets, in nats.
+        perplexity: its exponential.
+        targets: tokens that carried loss.
+    """
+
+    step: int
+    rows: int
+    loss: float
+    perplexity: float
+    targets: int
+
+    def __str__(self) -> str:
+        return (
+            f"held-out loss {self.loss:.4f}, perplexity {self.perplexity:.3f}, on {self.targets:,} tokens "
+            f"in {self.rows:,} rows, after step {self.step}"
+        )
+
+
+class Checked(Record):
+    """One folder of a run whose every byte matches its checksum."""
+
+    step: int
+    checked_bytes: int = Field(description="bytes read")
