@@ -21,7 +21,7 @@ from packmule.graph.costs import Costs
 from packmule.graph.model import PLANES, PlannedModel
 from packmule.graph.step import StepGraph
 from packmule.kernels.contract import Kernels
-from packmule.models.llama import TokenBatch
+from packmule.models.context import TokenBatch
 from packmule.optim.adamw import AdamW, Update
 from packmule.optim.schedules import learning_rate
 from packmule.shapes.bodies import DTYPES

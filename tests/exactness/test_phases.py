@@ -24,8 +24,8 @@ from tests.parity.plain import PlainModel, forward, plain_logits, poisoned
 
 from packmule.engine.engine import Engine, Needs
 from packmule.kernels.contract import Kernels
-from packmule.models import llama
-from packmule.models.llama import TokenBatch
+from packmule.models import decoder as bodies_of
+from packmule.models.context import TokenBatch
 from packmule.shapes import bodies
 from packmule.spec.batch import Batch
 from packmule.spec.plan import Placement
@@ -103,7 +103,7 @@ def plain_evaluate(case: Case, model: PlainModel) -> tuple[float, int]:
         inputs, _ = forward(model, batch, max(numerics.micro_tokens))
         scratch = poisoned(bodies.head_scratch(shape, numerics.loss_chunk, types, train=False))
         weights = model.weights(shape.layers + 1)
-        loss, targets = llama.head_evaluate(
+        loss, targets = bodies_of.head_evaluate(
             model.decoder, weights, batch, inputs[-1], numerics.loss_chunk, scratch
         )
         total, count = total + loss, count + targets

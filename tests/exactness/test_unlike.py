@@ -11,7 +11,7 @@ from tests.fault.recording_disk import RecordingDisk
 from tests.parity.plain import PlainModel, plain_step
 
 from packmule.kernels.contract import Kernels
-from packmule.models.llama import TokenBatch
+from packmule.models.context import TokenBatch
 from packmule.spec.plan import Placement, Plan
 
 STEPS = 20

@@ -31,31 +31,32 @@ def main(precision: str, kept: int, lengths: int) -> int:
     import torch
 
     from packmule.kernels import load
-    from packmule.models import llama
+    from packmule.models import decoder as bodies_of
+    from packmule.models.context import Decoder, TokenBatch
     from packmule.models.views import views
 
     types = bodies.DTYPES[precision]
-    decoder = llama.Decoder.create(load(2), SHAPE, types, TOKENS)
+    decoder = Decoder.create(load(2), SHAPE, types, TOKENS)
 
     def tensors(specs: tuple[TensorSpec, ...]) -> dict[str, torch.Tensor]:
         place = layout(specs)
         return views(torch.full((place.bytes,), 0, dtype=torch.uint8), place)
 
-    block = SHAPE.blocks()[1]
+    block, layer = SHAPE.blocks()[1], SHAPE.layer(1)
     weights, grads = tensors(block.specs(types.compute)), tensors(block.specs(types.gradient))
     stream = (bodies.input_spec(SHAPE, TOKENS, types),)
     x, y = tensors(stream)["x"], tensors(stream)["x"]
-    saved = tensors(bodies.layer_saved(SHAPE, TOKENS, types))
-    scratch = tensors(bodies.layer_backward_scratch(SHAPE, TOKENS, types))
+    saved = tensors(bodies.layer_saved(layer, TOKENS, types))
+    scratch = tensors(bodies.layer_backward_scratch(layer, TOKENS, types))
     before = most = process_memory().resident
     for number in range(lengths):
         # One document that almost fills the rows, and one of what is left: both lengths are new.
         documents = (TOKENS // 2 + 3 * number, TOKENS // 2 - 4 * number)
         ids = np.zeros(sum(documents), np.int64)
         positions = np.concatenate([np.arange(n, dtype=np.int32) for n in documents])
-        batch = llama.TokenBatch.from_batch(Batch(ids, ids, positions, documents))
-        llama.layer_forward(decoder, weights, batch, x, saved, scratch, y)
-        llama.layer_backward(decoder, weights, batch, x, saved, scratch, y, y, grads, True, True)
+        batch = TokenBatch.from_batch(Batch(ids, ids, positions, documents))
+        bodies_of.layer_forward(decoder, layer, weights, batch, x, saved, scratch, y)
+        bodies_of.layer_backward(decoder, layer, weights, batch, x, saved, scratch, y, y, grads, True, True)
         most = max(most, process_memory().resident)
     return most - before
 

@@ -10,7 +10,7 @@ import transformers
 from tests.parity.plain import Named, PlainModel
 from torch import Tensor
 
-from packmule.models.llama import rope_tables
+from packmule.models.rope import rope_tables
 from packmule.shapes.model import ModelShape
 
 
@@ -30,7 +30,7 @@ class ExactRotary(torch.nn.Module):
 
     def __init__(self, shape: ModelShape, positions: int) -> None:
         super().__init__()
-        self.cos, self.sin = rope_tables(shape, positions, "float64")
+        self.cos, self.sin = rope_tables(shape.layer(1).rope, positions, "float64")
 
     def forward(self, x: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
         return tuple(torch.cat((t[position_ids],) * 2, dim=-1) for t in (self.cos, self.sin))

@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 
 from packmule.kernels.contract import Kernels
-from packmule.models import llama
-from packmule.models.llama import Decoder, TokenBatch
+from packmule.models import decoder as bodies_of
+from packmule.models.context import Decoder, TokenBatch
+from packmule.models.norms import norm_forward
 from packmule.models.views import TORCH_DTYPES, views
 from packmule.shapes import bodies
 from packmule.shapes.layout import TensorSpec, layout
@@ -75,12 +76,13 @@ def forward(model: PlainModel, batch: TokenBatch, capacity: int) -> tuple[list[T
     """The input of every layer and of the head, and what each layer saved."""
     decoder, shape, types = model.decoder, model.shape, model.types
     inputs, saves = [model.inputs(capacity)], []
-    llama.embed_forward(decoder, model.weights(0), batch, inputs[0])
+    bodies_of.embed_forward(decoder, model.weights(0), batch, inputs[0])
     for i in range(1, shape.layers + 1):
         inputs.append(model.inputs(capacity))
-        saves.append(poisoned(bodies.layer_saved(shape, capacity, types)))
-        scratch = poisoned(bodies.layer_forward_scratch(shape, capacity, types))
-        llama.layer_forward(decoder, model.weights(i), batch, inputs[i - 1], saves[-1], scratch, inputs[i])
+        layer, weights = shape.layer(i), model.weights(i)
+        saves.append(poisoned(bodies.layer_saved(layer, capacity, types)))
+        scratch = poisoned(bodies.layer_forward_scratch(layer, capacity, types))
+        bodies_of.layer_forward(decoder, layer, weights, batch, inputs[i - 1], saves[-1], scratch, inputs[i])
     return inputs, saves
 
 
@@ -112,22 +114,22 @@ def plain_step(
             head_grads["weight"] = grads[0]["weight"]
         scratch = poisoned(bodies.head_scratch(shape, chunk, types, train=True))
         weights = model.weights(head)
-        loss, _ = llama.head_loss(
+        loss, _ = bodies_of.head_loss(
             decoder, weights, batch, inputs[-1], scale, chunk, dx, head_grads, scratch, first
         )
         total += loss
         for i in range(shape.layers, 0, -1):
-            scratch = poisoned(bodies.layer_backward_scratch(shape, capacity, types))
+            scratch = poisoned(bodies.layer_backward_scratch(shape.layer(i), capacity, types))
             if recompute[i - 1]:
-                saves[i - 1] = poisoned(bodies.layer_saved(shape, capacity, types))
+                saves[i - 1] = poisoned(bodies.layer_saved(shape.layer(i), capacity, types))
             dy, dx = dx, (dx if i % 2 else model.inputs(capacity))
-            llama.layer_backward(
-                decoder, model.weights(i), batch, inputs[i - 1], saves[i - 1], scratch, dy, dx,
-                grads[i], first, recompute[i - 1],
+            bodies_of.layer_backward(
+                decoder, shape.layer(i), model.weights(i), batch, inputs[i - 1], saves[i - 1], scratch,
+                dy, dx, grads[i], first, recompute[i - 1],
             )  # fmt: skip
         reaching.append(dx)
     for micro, batch in enumerate(batches):
-        llama.embed_backward(
+        bodies_of.embed_backward(
             decoder, reaching[micro], batch, grads[0]["weight"], micro == 0 and not shape.tied
         )
     return total * scale, grads
@@ -137,6 +139,7 @@ def plain_logits(model: PlainModel, batch: TokenBatch) -> Tensor:
     """[N, V] in the compute dtype."""
     inputs, _ = forward(model, batch, batch.tokens)
     weights = model.weights(model.shape.layers + 1)
-    normed, rstd = model.inputs(batch.tokens), torch.empty(batch.tokens, dtype=model.decoder.cos.dtype)
-    model.decoder.kernels.rmsnorm(inputs[-1], weights["norm.weight"], model.shape.norm_eps, normed, rstd)
+    normed, norm = model.inputs(batch.tokens), model.shape.norm
+    saved = poisoned(norm.saved("norm", batch.tokens, model.types.statistic))
+    norm_forward(model.decoder.kernels, norm, weights, "norm", inputs[-1], normed, saved)
     return normed @ weights["weight"].t()

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from packmule.models.llama import TokenBatch
+from packmule.models.context import TokenBatch
 from packmule.shapes.model import ModelShape
 from packmule.spec.batch import IGNORED, Batch
 

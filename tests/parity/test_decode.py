@@ -23,19 +23,23 @@ class Generator:
         shape, types = model.shape, model.types
         self.model, self.position = model, 0
         self.caches = [
-            poisoned([bodies.cache_spec(shape, positions, types)])["cache"] for _ in range(shape.layers)
+            poisoned([bodies.cache_spec(layer, positions, types)])["cache"] for layer in shape.layer_shapes
         ]
-        self.specs = bodies.decode_scratch(shape, most, positions, types)
+        self.specs = [bodies.decode_scratch(layer, most, positions, types) for layer in shape.layer_shapes]
 
     def feed(self, ids: Tensor) -> Tensor:
         """Logits after the last of these tokens."""
-        model, scratch = self.model, poisoned(self.specs)
+        model, shape = self.model, self.model.shape
         x = model.inputs(len(ids))
         model.decoder.kernels.embedding(model.weights(0)["weight"], ids, x)
         for i, cache in enumerate(self.caches):
-            decode.layer_decode(model.decoder, model.weights(i + 1), x, cache, self.position, scratch, x)
+            decode.layer_decode(
+                model.decoder, shape.layer(i + 1), model.weights(i + 1), x, cache, self.position,
+                poisoned(self.specs[i]), x,
+            )  # fmt: skip
         self.position += len(ids)
-        return decode.head_logits(model.decoder, model.weights(model.shape.layers + 1), x, scratch)
+        scratch = poisoned(bodies.head_decode_scratch(shape, model.types))
+        return decode.head_logits(model.decoder, model.weights(shape.layers + 1), x, scratch)
 
 
 @pytest.mark.parametrize(("precision", "limit"), (("fp32", 1e-5), ("fp64", 1e-6), ("bf16-mixed", 4e-2)))

@@ -12,7 +12,7 @@ from tests.parity.plain import PlainModel, forward, plain_logits, plain_step, po
 from tests.parity.samples import pack, random_documents, random_shape, relative
 
 from packmule.kernels.contract import Kernels
-from packmule.models import llama
+from packmule.models import decoder as bodies_of
 from packmule.shapes import bodies
 
 TOLERANCE = {"fp32": 1e-5, "fp64": 1e-10}
@@ -157,10 +157,12 @@ def test_evaluation_is_the_training_loss_to_the_last_bit(
             }
             dx = model.inputs(batch.tokens)
             results.append(
-                llama.head_loss(model.decoder, weights, batch, inputs[-1], 0.5, 25, dx, grads, scratch, True)
+                bodies_of.head_loss(
+                    model.decoder, weights, batch, inputs[-1], 0.5, 25, dx, grads, scratch, True
+                )
             )
         else:
-            results.append(llama.head_evaluate(model.decoder, weights, batch, inputs[-1], 25, scratch))
+            results.append(bodies_of.head_evaluate(model.decoder, weights, batch, inputs[-1], 25, scratch))
     assert results[0] == results[1]
     assert results[0][1] == 89 + 11
 
@@ -188,9 +190,20 @@ def test_a_gradient_handed_on_in_place_has_the_same_bits(kernels: Kernels, rng: 
         dy = torch.ones_like(inputs[0]) / 7
         dx = dy if in_place else model.inputs(batch.tokens)
         grads = poisoned(model.blocks[1].specs(model.types.gradient))
-        scratch = poisoned(bodies.layer_backward_scratch(shape, batch.tokens, model.types))
-        llama.layer_backward(
-            model.decoder, model.weights(1), batch, inputs[0], saves[0], scratch, dy, dx, grads, True, False
+        scratch = poisoned(bodies.layer_backward_scratch(shape.layer(1), batch.tokens, model.types))
+        bodies_of.layer_backward(
+            model.decoder,
+            shape.layer(1),
+            model.weights(1),
+            batch,
+            inputs[0],
+            saves[0],
+            scratch,
+            dy,
+            dx,
+            grads,
+            True,
+            False,
         )
         results.append({"dx": dx, **grads})
     assert same_bits(results[:1], results[1:])

@@ -16,7 +16,7 @@ from packmule.engine.program import Range, Task
 from packmule.engine.runtime import Runtime, Specs, StepState
 from packmule.errors import RunFailed
 from packmule.graph.kinds import BufferKind, TaskKind, Tier
-from packmule.models import decode, llama
+from packmule.models import decode, decoder
 from packmule.models.views import TORCH_DTYPES
 from packmule.shapes import bodies as shapes
 from packmule.shapes.layout import ITEMSIZE, Entry
@@ -80,18 +80,20 @@ def _tokens(runtime: Runtime, task: Task) -> int:
 
 def embed_forward(runtime: Runtime, task: Task) -> None:
     batch = runtime.state.batches[task.micro]
-    llama.embed_forward(runtime.decoder, _weights(runtime, task, 0), batch, _input(runtime, task, 1))
+    decoder.embed_forward(runtime.decoder, _weights(runtime, task, 0), batch, _input(runtime, task, 1))
 
 
 def layer_forward(runtime: Runtime, task: Task) -> None:
     types, tokens = runtime.model.types, _tokens(runtime, task)
-    llama.layer_forward(
+    layer = runtime.model.shape.layer(task.block)
+    decoder.layer_forward(
         runtime.decoder,
+        layer,
         _weights(runtime, task, task.block),
         runtime.state.batches[task.micro],
         _input(runtime, task, task.block),
-        _scratch(runtime, task, BufferKind.SAVED, shapes.layer_saved, tokens, types),
-        _scratch(runtime, task, BufferKind.SCRATCH, shapes.layer_forward_scratch, tokens, types),
+        _scratch(runtime, task, BufferKind.SAVED, shapes.layer_saved, layer, tokens, types),
+        _scratch(runtime, task, BufferKind.SCRATCH, shapes.layer_forward_scratch, layer, tokens, types),
         _input(runtime, task, task.block + 1),
     )
 
@@ -99,13 +101,15 @@ def layer_forward(runtime: Runtime, task: Task) -> None:
 def layer_backward(runtime: Runtime, task: Task) -> None:
     types, tokens = runtime.model.types, _tokens(runtime, task)
     dy = _stream(runtime, task.get(BufferKind.DY, -1))
-    llama.layer_backward(
+    layer = runtime.model.shape.layer(task.block)
+    decoder.layer_backward(
         runtime.decoder,
+        layer,
         _weights(runtime, task, task.block),
         runtime.state.batches[task.micro],
         _input(runtime, task, task.block),
-        _scratch(runtime, task, BufferKind.SAVED, shapes.layer_saved, tokens, types),
-        _scratch(runtime, task, BufferKind.SCRATCH, shapes.layer_backward_scratch, tokens, types),
+        _scratch(runtime, task, BufferKind.SAVED, shapes.layer_saved, layer, tokens, types),
+        _scratch(runtime, task, BufferKind.SCRATCH, shapes.layer_backward_scratch, layer, tokens, types),
         dy,
         dy,
         _gradients(runtime, task, task.block),
@@ -115,16 +119,13 @@ def layer_backward(runtime: Runtime, task: Task) -> None:
 
 
 def head_loss(runtime: Runtime, task: Task) -> None:
-    types, tokens, shared = (
-        runtime.model.types,
-        _tokens(runtime, task),
-        runtime.model.blocks[task.block].shared,
-    )
+    shape, types, tokens = runtime.model.shape, runtime.model.types, _tokens(runtime, task)
+    shared = runtime.model.blocks[task.block].shared
     chunk = min(runtime.model.plan.numerics.loss_chunk, tokens)
     grads = _gradients(runtime, task, task.block)
     if shared is not None:
         grads = {**grads, "weight": _gradients(runtime, task, shared)["weight"]}
-    runtime.state.losses[task.micro] = llama.head_loss(
+    runtime.state.losses[task.micro] = decoder.head_loss(
         runtime.decoder,
         _head_weights(runtime, task),
         runtime.state.batches[task.micro],
@@ -133,26 +134,26 @@ def head_loss(runtime: Runtime, task: Task) -> None:
         chunk,
         _stream(runtime, task.get(BufferKind.DY, -1)),
         grads,
-        _scratch(runtime, task, BufferKind.SCRATCH, shapes.head_scratch, chunk, types, True),
+        _scratch(runtime, task, BufferKind.SCRATCH, shapes.head_scratch, shape, chunk, types, True),
         first=task.micro == 0,
     )
 
 
 def head_evaluate(runtime: Runtime, task: Task) -> None:
-    types, tokens = runtime.model.types, _tokens(runtime, task)
+    shape, types, tokens = runtime.model.shape, runtime.model.types, _tokens(runtime, task)
     chunk = min(runtime.model.plan.numerics.loss_chunk, tokens)
-    runtime.state.losses[task.micro] = llama.head_evaluate(
+    runtime.state.losses[task.micro] = decoder.head_evaluate(
         runtime.decoder,
         _head_weights(runtime, task),
         runtime.state.batches[task.micro],
         _input(runtime, task, task.block),
         chunk,
-        _scratch(runtime, task, BufferKind.SCRATCH, shapes.head_scratch, chunk, types, False),
+        _scratch(runtime, task, BufferKind.SCRATCH, shapes.head_scratch, shape, chunk, types, False),
     )
 
 
 def embed_backward(runtime: Runtime, task: Task) -> None:
-    llama.embed_backward(
+    decoder.embed_backward(
         runtime.decoder,
         _stream(runtime, task.get(BufferKind.DY, -1)),
         runtime.state.batches[task.micro],
@@ -166,35 +167,35 @@ def embed_backward(runtime: Runtime, task: Task) -> None:
 
 def embed_decode(runtime: Runtime, task: Task) -> None:
     batch = runtime.state.batches[0]
-    llama.embed_forward(runtime.decoder, _weights(runtime, task, 0), batch, _input(runtime, task, 1))
+    decoder.embed_forward(runtime.decoder, _weights(runtime, task, 0), batch, _input(runtime, task, 1))
 
 
 def layer_decode(runtime: Runtime, task: Task) -> None:
-    model = runtime.model
+    types, layer = runtime.model.types, runtime.model.shape.layer(task.block)
     place = task.get(BufferKind.KV)
-    pair = 2 * model.shape.kv_heads * model.shape.head_dim
-    positions = place.bytes // (pair * ITEMSIZE[model.types.compute])
-    cache = _tensor(runtime, place.offset, pair * positions, model.types.compute)
+    positions = place.bytes // shapes.cache_spec(layer, 1, types).bytes
+    spec = shapes.cache_spec(layer, positions, types)
+    cache = _tensor(runtime, place.offset, spec.numel, spec.dtype)
     tokens, count = runtime.state.batches[0].tokens, runtime.state.capacities[0]
     decode.layer_decode(
         runtime.decoder,
+        layer,
         _weights(runtime, task, task.block),
         _input(runtime, task, task.block)[:tokens],
-        cache.view(2, model.shape.kv_heads, positions, model.shape.head_dim),
+        cache.view(spec.shape),
         runtime.state.position,
-        _scratch(runtime, task, BufferKind.SCRATCH, shapes.decode_scratch, count, positions, model.types),
+        _scratch(runtime, task, BufferKind.SCRATCH, shapes.decode_scratch, layer, count, positions, types),
         _input(runtime, task, task.block + 1)[:tokens],
     )
 
 
 def head_decode(runtime: Runtime, task: Task) -> None:
     model, tokens = runtime.model, runtime.state.batches[0].tokens
-    positions = runtime.state.positions
     logits = decode.head_logits(
         runtime.decoder,
         _head_weights(runtime, task),
         _input(runtime, task, task.block)[:tokens],
-        _scratch(runtime, task, BufferKind.SCRATCH, shapes.decode_scratch, 1, positions, model.types),
+        _scratch(runtime, task, BufferKind.SCRATCH, shapes.head_decode_scratch, model.shape, model.types),
     )
     place = task.get(BufferKind.LOGITS)
     _tensor(runtime, place.offset, model.shape.vocab, "float32").copy_(logits)

@@ -24,8 +24,8 @@ from packmule.graph.run import evaluation_batches, inference_graphs, run_graphs
 from packmule.graph.simulate import simulate
 from packmule.graph.step import StepGraph
 from packmule.kernels.contract import Kernels
+from packmule.models.context import TokenBatch
 from packmule.models.decode import sample
-from packmule.models.llama import TokenBatch
 from packmule.optim.adamw import Update
 from packmule.spec.batch import Batch
 from packmule.spec.timeline import Timeline

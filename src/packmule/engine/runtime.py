@@ -14,7 +14,7 @@ from packmule.checkpoint.reader import StateReader
 from packmule.checkpoint.store import StateStore
 from packmule.graph.model import PlannedModel
 from packmule.kernels.contract import Kernels
-from packmule.models.llama import Decoder, TokenBatch
+from packmule.models.context import Decoder, TokenBatch
 from packmule.models.views import views
 from packmule.optim.adamw import AdamW, Update
 from packmule.shapes.layout import Layout, TensorSpec, layout
@@ -124,11 +124,11 @@ class Runtime:
             raise RuntimeError("this plan keeps nothing in work.bin")
         return self._work
 
-    def layout(self, make: Specs, *rest: Hashable) -> Layout:
-        """The layout of `make(shape, *rest)`; made once."""
-        key = (make, *rest)
+    def layout(self, make: Specs, *arguments: Hashable) -> Layout:
+        """The layout of `make(*arguments)`; made once."""
+        key = (make, *arguments)
         if key not in self._layouts:
-            self._layouts[key] = layout(make(self.model.shape, *rest))
+            self._layouts[key] = layout(make(*arguments))
         return self._layouts[key]
 
     def views(self, offset: int, layout: Layout) -> dict[str, Tensor]:

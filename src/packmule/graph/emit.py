@@ -273,11 +273,11 @@ class Emitter:
 
     # Compute
 
-    def forward_seconds(self, tokens: int, factor: float = 1.0, attention: float = 1.0) -> float:
+    def forward_seconds(self, block: int, tokens: int, factor: float = 1.0, attention: float = 1.0) -> float:
         """Seconds of a layer's forward, or of `factor` times its matmuls."""
-        shape = self.model.shape
-        matmul, score = bodies.layer_flops(shape, tokens, self.mean_length)
-        moved = tokens * (10 * shape.hidden + 6 * shape.ffn) * self.model.input_itemsize * factor
+        layer = self.model.shape.layer(block)
+        matmul, score = bodies.layer_flops(layer, tokens, self.mean_length)
+        moved = bodies.layer_moved(layer, tokens, self.model.types) * factor
         return self.costs.compute(matmul * factor, score * attention, moved)
 
 

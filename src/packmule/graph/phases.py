@@ -104,17 +104,18 @@ def build_evaluate(
                 TaskKind.HEAD_EVALUATE, seconds, reads, [scratch], block, micro, workspace=HEAD_WORKSPACE
             )
             return
-        specs = bodies.layer_saved(shape, tokens, types)
+        layer = shape.layer(block)
+        specs = bodies.layer_saved(layer, tokens, types)
         saved = emitter.ram(BufferKind.SAVED, layout(specs).bytes, block, micro)
-        scratch = emitter.scratch(bodies.layer_forward_scratch(shape, tokens, types), block, micro)
+        scratch = emitter.scratch(bodies.layer_forward_scratch(layer, tokens, types), block, micro)
         emitter.core_task(
             TaskKind.LAYER_FORWARD,
-            emitter.forward_seconds(tokens),
+            emitter.forward_seconds(block, tokens),
             reads,
             [inputs[block + 1, micro], saved, scratch],
             block,
             micro,
-            workspace=bodies.layer_workspace(shape, tokens, types),
+            workspace=bodies.layer_workspace(layer, tokens, types),
         )
 
     _forward_all(emitter, range(len(micro_tokens)), run)
@@ -132,7 +133,7 @@ def build_decode(model: PlannedModel, costs: Costs, new_tokens: int, most_tokens
     offset = emitter.start[Tier.RAM]
     caches = {}
     for block in range(1, head):
-        size = bodies.cache_spec(shape, most_tokens, types).bytes
+        size = bodies.cache_spec(shape.layer(block), most_tokens, types).bytes
         caches[block] = emitter.builder.buffer(BufferKind.KV, Tier.RAM, size, at=offset, block=block)
         offset += round_up(size, PAGE)
     logits = emitter.builder.buffer(BufferKind.LOGITS, Tier.RAM, 4 * shape.vocab, at=offset, block=head)
@@ -148,12 +149,13 @@ def build_decode(model: PlannedModel, costs: Costs, new_tokens: int, most_tokens
             return
         reads = [*weights, inputs[block]]
         if block == head:
-            scratch = emitter.scratch(bodies.decode_scratch(shape, 1, most_tokens, types), block, micro)
+            scratch = emitter.scratch(bodies.head_decode_scratch(shape, types), block, micro)
             seconds = costs.compute(bodies.head_flops(shape, 1), moved=model.weight_bytes[0])
             emitter.core_task(TaskKind.HEAD_DECODE, seconds, reads, [logits, scratch], block, micro)
             return
-        scratch = emitter.scratch(bodies.decode_scratch(shape, new_tokens, most_tokens, types), block, micro)
-        seconds = emitter.forward_seconds(new_tokens) + model.weight_bytes[block] / costs.memory_bytes
+        layer = shape.layer(block)
+        scratch = emitter.scratch(bodies.decode_scratch(layer, new_tokens, most_tokens, types), block, micro)
+        seconds = emitter.forward_seconds(block, new_tokens) + model.weight_bytes[block] / costs.memory_bytes
         emitter.core_task(
             TaskKind.LAYER_DECODE,
             seconds,
@@ -161,7 +163,7 @@ def build_decode(model: PlannedModel, costs: Costs, new_tokens: int, most_tokens
             [inputs[block + 1], caches[block], scratch],
             block,
             micro,
-            workspace=bodies.layer_workspace(shape, most_tokens, types),
+            workspace=bodies.layer_workspace(layer, most_tokens, types),
         )
 
     _forward_all(emitter, range(1), run)

@@ -108,7 +108,7 @@ class _Step:
         return self.gradients[block]
 
     def keep_saved(self, block: int, micro: int) -> int:
-        specs = bodies.layer_saved(self.model.shape, self.tokens[micro], self.model.types)
+        specs = bodies.layer_saved(self.model.shape.layer(block), self.tokens[micro], self.model.types)
         size = layout(specs).bytes
         return self.emitter.ram(BufferKind.SAVED, size, block, micro)
 
@@ -175,17 +175,16 @@ class _Step:
         saved = self.keep_saved(block, micro)
         if not self.plan.recompute[block - 1]:
             self.saved[block, micro] = saved
-        scratch = emitter.scratch(
-            bodies.layer_forward_scratch(model.shape, tokens, model.types), block, micro
-        )
+        layer = model.shape.layer(block)
+        scratch = emitter.scratch(bodies.layer_forward_scratch(layer, tokens, model.types), block, micro)
         emitter.core_task(
             TaskKind.LAYER_FORWARD,
-            emitter.forward_seconds(tokens),
+            emitter.forward_seconds(block, tokens),
             [*weights, self.input(block, micro)],
             [out, saved, scratch],
             block,
             micro,
-            workspace=bodies.layer_workspace(model.shape, tokens, model.types),
+            workspace=bodies.layer_workspace(layer, tokens, model.types),
         )
 
     def loss(self, micros: list[int]) -> Visit:
@@ -248,19 +247,18 @@ class _Step:
         emitter, model, tokens = self.emitter, self.model, self.tokens[micro]
         recompute = self.plan.recompute[block - 1]
         saved = self.keep_saved(block, micro) if recompute else self.saved.pop((block, micro))
-        scratch = emitter.scratch(
-            bodies.layer_backward_scratch(model.shape, tokens, model.types), block, micro
-        )
+        layer = model.shape.layer(block)
+        scratch = emitter.scratch(bodies.layer_backward_scratch(layer, tokens, model.types), block, micro)
         dy = self.output_gradient(micro)
         reads = [*weights, self.input(block, micro), dy]
         emitter.core_task(
             TaskKind.LAYER_BACKWARD,
-            emitter.forward_seconds(tokens, 3.0 if recompute else 2.0, 3.5 if recompute else 2.5),
+            emitter.forward_seconds(block, tokens, 3.0 if recompute else 2.0, 3.5 if recompute else 2.5),
             reads if recompute else [*reads, saved],
             [dy, self.gradient(block), saved, scratch],
             block,
             micro,
-            workspace=bodies.layer_workspace(model.shape, tokens, model.types),
+            workspace=bodies.layer_workspace(layer, tokens, model.types),
         )
 
     def _embed_backward(self, micro: int) -> None:

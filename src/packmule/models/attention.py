@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from packmule.shapes.bodies import ATTENTION_TILE, FLASH_LENGTH, attention_units, flash_documents
+from packmule.shapes.attention import ATTENTION_TILE, FLASH_LENGTH, attention_units, flash_documents
 
 if TYPE_CHECKING:
     from packmule.kernels.contract import Kernels
-    from packmule.shapes.model import ModelShape
+    from packmule.shapes.layer import LayerShape
 
 Variant = Literal["tiled", "flash"]
 Scratch = Mapping[str, Tensor]
@@ -68,11 +68,11 @@ def choose(dtype: torch.dtype, length: int) -> Variant:
     return "flash" if dtype != torch.bfloat16 and length <= FLASH_LENGTH else "tiled"
 
 
-def _parts(shape: ModelShape, dtype: torch.dtype, groups: Sequence[Run]) -> Iterator[tuple[Variant, Run]]:
+def _parts(layer: LayerShape, dtype: torch.dtype, groups: Sequence[Run]) -> Iterator[tuple[Variant, Run]]:
     """Runs and their variants; flash runs are cut, since torch allocates that kernel's results."""
     for run in groups:
         variant = choose(dtype, run.length)
-        step = flash_documents(shape, run.length) if variant == "flash" else run.documents
+        step = flash_documents(layer, run.length) if variant == "flash" else run.documents
         for first in range(0, run.documents, step):
             documents = min(step, run.documents - first)
             yield variant, Run(run.start + first * run.length, documents, run.length)
@@ -117,7 +117,7 @@ def _statistics(lse: Tensor, done: int, batch: int, first: int, last: int) -> Te
 
 def attention_forward(
     kernels: Kernels,
-    shape: ModelShape,
+    layer: LayerShape,
     groups: Sequence[Run],
     q: Tensor,
     k: Tensor,
@@ -134,20 +134,20 @@ def attention_forward(
         out: [N, A*D], written.
         lse: [A*N] in the statistics dtype, written: log-sum-exp of every row. Document runs
             lie one after the other; the order inside a run belongs to the variant.
-        scratch: the tensors of `shapes.bodies.attention_scratch`.
+        scratch: the tensors of `shapes.attention.attention_scratch`.
     """
-    for variant, run in _parts(shape, q.dtype, groups):
+    for variant, run in _parts(layer, q.dtype, groups):
         rows = slice(run.start, run.stop)
-        part = lse[shape.heads * run.start : shape.heads * run.stop]
+        part = lse[layer.heads * run.start : layer.heads * run.stop]
         if variant == "flash":
-            _flash_forward(shape, run, q[rows], k[rows], v[rows], out[rows], part)
+            _flash_forward(layer, run, q[rows], k[rows], v[rows], out[rows], part)
         else:
-            _tiled_forward(kernels, shape, run, q[rows], k[rows], v[rows], out[rows], part, scratch)
+            _tiled_forward(kernels, layer, run, q[rows], k[rows], v[rows], out[rows], part, scratch)
 
 
 def attention_backward(
     kernels: Kernels,
-    shape: ModelShape,
+    layer: LayerShape,
     groups: Sequence[Run],
     q: Tensor,
     k: Tensor,
@@ -166,21 +166,21 @@ def attention_backward(
         out, lse: what the forward wrote; `lse` may be rewritten with the same bits.
         dout: [N, A*D], gradient of `out`.
         dq, dk, dv: written. They may be q, k and v themselves.
-        scratch: the tensors of `shapes.bodies.attention_scratch(..., backward=True)`.
+        scratch: the tensors of `shapes.attention.attention_scratch(..., backward=True)`.
     """
-    for variant, run in _parts(shape, q.dtype, groups):
+    for variant, run in _parts(layer, q.dtype, groups):
         rows = slice(run.start, run.stop)
-        part = lse[shape.heads * run.start : shape.heads * run.stop]
+        part = lse[layer.heads * run.start : layer.heads * run.stop]
         tensors = (q[rows], k[rows], v[rows], out[rows], part, dout[rows], dq[rows], dk[rows], dv[rows])
         if variant == "flash":
-            _flash_backward(shape, run, *tensors)
+            _flash_backward(layer, run, *tensors)
         else:
-            _tiled_backward(kernels, shape, run, *tensors, scratch)
+            _tiled_backward(kernels, layer, run, *tensors, scratch)
 
 
 def _tiled_forward(
     kernels: Kernels,
-    shape: ModelShape,
+    layer: LayerShape,
     run: Run,
     q: Tensor,
     k: Tensor,
@@ -189,11 +189,11 @@ def _tiled_forward(
     lse: Tensor,
     scratch: Scratch,
 ) -> None:
-    n, kv_heads, group, d = run.length, shape.kv_heads, shape.heads // shape.kv_heads, shape.head_dim
+    n, kv_heads, group, d = run.length, layer.kv_heads, layer.heads // layer.kv_heads, layer.head_dim
     q5, out5 = (x.view(run.documents, n, kv_heads, group, d).permute(0, 2, 3, 1, 4) for x in (q, out))
     k4, v4 = (x.view(run.documents, n, kv_heads, d).transpose(1, 2) for x in (k, v))
     done = 0
-    for unit in _units(run.documents, kv_heads, attention_units(shape, n)):
+    for unit in _units(run.documents, kv_heads, attention_units(layer, n)):
         here = (unit.documents, unit.heads)
         batch = unit.shape[0] * unit.shape[1]
         keys = _take(scratch["tile_k"], *unit.shape, n, d)
@@ -202,12 +202,13 @@ def _tiled_forward(
         values.copy_(v4[here])
         keys, values = keys.view(batch, n, d), values.view(batch, n, d)
         stats = lse[done : done + batch * group * n]
-        attend_keys(kernels, q5[here], keys, values, 0, out5[here], stats, scratch)
+        attend_keys(kernels, layer, q5[here], keys, values, 0, out5[here], stats, scratch)
         done += batch * group * n
 
 
 def attend_keys(
     kernels: Kernels,
+    layer: LayerShape,
     q: Tensor,
     keys: Tensor,
     values: Tensor,
@@ -223,7 +224,7 @@ def attend_keys(
         keys, values: [documents * K, offset + n, D].
         offset: keys before the first query's own.
         lse: [at least documents * K * G * n], written tile by tile.
-        scratch: "tile_q" and "tile_scores" of `shapes.bodies.attention_scratch`.
+        scratch: "tile_q" and "tile_scores" of `shapes.attention.attention_scratch`.
     """
     documents, kv_heads, group, n, d = q.shape
     batch = documents * kv_heads
@@ -236,7 +237,7 @@ def attend_keys(
         scores = _take(scratch["tile_scores"], batch, group * rows, seen)
         torch.bmm(flat, keys[:, :seen].transpose(1, 2), out=scores)
         stats = _statistics(lse, 0, batch * group, first, last)
-        kernels.causal_softmax(scores.view(batch * group, rows, seen), offset + first, d**-0.5, stats)
+        kernels.causal_softmax(scores.view(batch * group, rows, seen), offset + first, layer.scale, stats)
         # The query tile has been used; its place takes the output.
         torch.bmm(scores, values[:, :seen], out=flat)
         out[:, :, :, first:last].copy_(tile)
@@ -244,7 +245,7 @@ def attend_keys(
 
 def _tiled_backward(
     kernels: Kernels,
-    shape: ModelShape,
+    layer: LayerShape,
     run: Run,
     q: Tensor,
     k: Tensor,
@@ -257,13 +258,13 @@ def _tiled_backward(
     dv: Tensor,
     scratch: Scratch,
 ) -> None:
-    n, kv_heads, group, d = run.length, shape.kv_heads, shape.heads // shape.kv_heads, shape.head_dim
+    n, kv_heads, group, d = run.length, layer.kv_heads, layer.heads // layer.kv_heads, layer.head_dim
     q5, out5, dout5, dq5 = (
         x.view(run.documents, n, kv_heads, group, d).permute(0, 2, 3, 1, 4) for x in (q, out, dout, dq)
     )
     k4, v4, dk4, dv4 = (x.view(run.documents, n, kv_heads, d).transpose(1, 2) for x in (k, v, dk, dv))
-    scale, done = d**-0.5, 0
-    for unit in _units(run.documents, kv_heads, attention_units(shape, n)):
+    scale, done = layer.scale, 0
+    for unit in _units(run.documents, kv_heads, attention_units(layer, n)):
         here = (unit.documents, unit.heads)
         batch = unit.shape[0] * unit.shape[1]
         keys = _take(scratch["tile_k"], *unit.shape, n, d)
@@ -324,22 +325,22 @@ def _add_product(total: Tensor, a: Tensor, b: Tensor, first: bool, scratch: Scra
         prefix.add_(product)
 
 
-def _flash_views(run: Run, shape: ModelShape, *tensors: Tensor) -> list[Tensor]:
+def _flash_views(run: Run, layer: LayerShape, *tensors: Tensor) -> list[Tensor]:
     """[documents, heads, n, D] of [documents * n, heads * D], sharing memory."""
-    return [x.view(run.documents, run.length, -1, shape.head_dim).transpose(1, 2) for x in tensors]
+    return [x.view(run.documents, run.length, -1, layer.head_dim).transpose(1, 2) for x in tensors]
 
 
 def _flash_forward(
-    shape: ModelShape, run: Run, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor
+    layer: LayerShape, run: Run, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor
 ) -> None:
-    q4, k4, v4, out4 = _flash_views(run, shape, q, k, v, out)
+    q4, k4, v4, out4 = _flash_views(run, layer, q, k, v, out)
     result, stats = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q4, k4, v4, 0.0, True)
     out4.copy_(result)
-    lse.view(run.documents, shape.heads, run.length).copy_(stats)
+    lse.view(run.documents, layer.heads, run.length).copy_(stats)
 
 
 def _flash_backward(
-    shape: ModelShape,
+    layer: LayerShape,
     run: Run,
     q: Tensor,
     k: Tensor,
@@ -351,8 +352,8 @@ def _flash_backward(
     dk: Tensor,
     dv: Tensor,
 ) -> None:
-    q4, k4, v4, out4, dout4, dq4, dk4, dv4 = _flash_views(run, shape, q, k, v, out, dout, dq, dk, dv)
-    stats = lse.view(run.documents, shape.heads, run.length)
+    q4, k4, v4, out4, dout4, dq4, dk4, dv4 = _flash_views(run, layer, q, k, v, out, dout, dq, dk, dv)
+    stats = lse.view(run.documents, layer.heads, run.length)
     grads = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
         dout4, q4, k4, v4, out4, stats, 0.0, True
     )

@@ -6,23 +6,26 @@ feed-forward, V vocabulary, M cache positions.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from packmule.models.attention import attend_keys
-from packmule.shapes.bodies import attention_units
+from packmule.models.context import Decoder, Tensors
+from packmule.models.feed_forward import half_of
+from packmule.models.norms import norm_forward
+from packmule.models.products import linear
+from packmule.models.self_attention import project
+from packmule.shapes.attention import attention_units
 
 if TYPE_CHECKING:
-    from packmule.models.llama import Decoder
-
-Tensors = Mapping[str, Tensor]
+    from packmule.shapes.layer import LayerShape
 
 
 def layer_decode(
     decoder: Decoder,
+    layer: LayerShape,
     weights: Tensors,
     x: Tensor,
     cache: Tensor,
@@ -41,33 +44,30 @@ def layer_decode(
     Raises:
         ValueError: the tokens run past the cache.
     """
-    kernels, shape, n = decoder.kernels, decoder.shape, len(x)
+    n = len(x)
     stop = position + n
     if stop > cache.shape[2]:
         raise ValueError(f"position {stop - 1} is past a cache of {cache.shape[2]}")
-    normed, middle, q, k, v, gate, up = (
-        scratch[name][:n] for name in ("normed", "middle", "q", "k", "v", "gate", "up")
-    )
     positions = torch.arange(position, stop, dtype=torch.int32)
-    kernels.rmsnorm(x, weights["norm1.weight"], shape.norm_eps, normed, scratch["rstd"][:n])
-    for name, target in (("q", q), ("k", k), ("v", v)):
-        torch.mm(normed, weights[f"{name}.weight"].t(), out=target)
-    for target in (q, k):
-        kernels.rope(target, decoder.cos, decoder.sin, positions, shape.head_dim, False)
-    for plane, new in zip(cache, (k, v), strict=True):
-        plane[:, position:stop].copy_(new.view(n, shape.kv_heads, shape.head_dim).transpose(0, 1))
-    heads = attention_units(shape, stop)
-    for first in range(0, shape.kv_heads, heads):
-        some = slice(first, min(first + heads, shape.kv_heads))
+    project(decoder, layer, weights, positions, x, scratch, scratch)
+    for plane, name in zip(cache, ("k", "v"), strict=True):
+        new = scratch[name][:n].view(n, layer.kv_heads, layer.head_dim)
+        plane[:, position:stop].copy_(new.transpose(0, 1))
+    q, attention = (
+        scratch[name][:n].view(1, n, layer.kv_heads, -1, layer.head_dim).permute(0, 2, 3, 1, 4)
+        for name in ("q", "attention")
+    )
+    heads = attention_units(layer, stop)
+    for first in range(0, layer.kv_heads, heads):
+        some = slice(first, min(first + heads, layer.kv_heads))
         keys, values = (plane[some, :stop] for plane in cache)
-        grouped = q.view(1, n, shape.kv_heads, -1, shape.head_dim).permute(0, 2, 3, 1, 4)[:, some]
-        attend_keys(kernels, grouped, keys, values, position, grouped, scratch["lse"], scratch)
-    torch.addmm(x, q, weights["o.weight"].t(), out=middle)
-    kernels.rmsnorm(middle, weights["norm2.weight"], shape.norm_eps, normed, scratch["rstd"][:n])
-    torch.mm(normed, weights["gate.weight"].t(), out=gate)
-    torch.mm(normed, weights["up.weight"].t(), out=up)
-    kernels.swiglu(gate, up, gate)
-    torch.addmm(middle, gate, weights["down.weight"].t(), out=out)
+        attend_keys(
+            decoder.kernels, layer, q[:, some], keys, values, position, attention[:, some],
+            scratch["lse"], scratch,
+        )  # fmt: skip
+    middle = scratch["middle"][:n]
+    linear(scratch["attention"][:n], weights["o.weight"], middle, scratch, x)
+    half_of(layer).forward(decoder, layer, weights, middle, scratch, scratch, out)
 
 
 def head_logits(decoder: Decoder, weights: Tensors, x: Tensor, scratch: Tensors) -> Tensor:
@@ -76,13 +76,10 @@ def head_logits(decoder: Decoder, weights: Tensors, x: Tensor, scratch: Tensors)
     Args:
         weights: "norm.weight" and "weight" [V, H].
         x: c [n, H], of which the last row is used.
-        scratch: decode_scratch.
+        scratch: head_decode_scratch.
     """
-    normed = scratch["normed"][:1]
-    decoder.kernels.rmsnorm(
-        x[-1:], weights["norm.weight"], decoder.shape.norm_eps, normed, scratch["rstd"][:1]
-    )
-    torch.mm(normed, weights["weight"].t(), out=scratch["logits"])
+    norm_forward(decoder.kernels, decoder.shape.norm, weights, "norm", x[-1:], scratch["normed"], scratch)
+    linear(scratch["normed"], weights["weight"], scratch["logits"], scratch)
     return scratch["logits"][0].float()
 
 

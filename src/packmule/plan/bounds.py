@@ -47,7 +47,7 @@ def ram_bound(shape: ModelShape, plan: Plan, sizes: Sizes) -> int:
     # with. A tied embedding's begins at the head, another's after the last layer.
     embedding = sizes.planes[0] if shape.tied else 0
     at_head = sizes.planes[last] + embedding
-    at_last = at_first = sizes.planes[1] + embedding
+    at_last, at_first = sizes.planes[last - 1] + embedding, sizes.planes[1] + embedding
     at_end = sizes.planes[0]
     if place.gradients == "ram" and plan.update == "on-fetch":
         at_head = at_last = at_first = at_end = total
@@ -59,18 +59,26 @@ def ram_bound(shape: ModelShape, plan: Plan, sizes: Sizes) -> int:
     stream = tokens * shape.hidden * item
     layer_inputs = step_tokens * shape.hidden * item
     inputs = layer_inputs * shape.layers if place.inputs == "ram" else stream
-    saved = _bytes(bodies.layer_saved, shape, tokens, types)
-    kept_saved = saved * plan.recompute.count(False) * (step_tokens // tokens)
+    kept_saved = 0
+    for layer, indices in shape.layer_groups:
+        kept = sum(not plan.recompute[index] for index in indices) * (step_tokens // tokens)
+        kept_saved += kept * _bytes(bodies.layer_saved, layer, tokens, types)
     chunk = min(numerics.loss_chunk, tokens)
     users = (last, 0) if shape.tied else (last,)
     head = inputs + stream + kept_saved + _bytes(bodies.head_scratch, shape, chunk, types, True)
     head += at_head + own_weights * sum(sizes.weights[b] for b in users)
-    layer = _bytes(bodies.layer_backward_scratch, shape, tokens, types) + stream
-    layer += own_weights * sizes.weights[1]
+
+    def at_layer(block: int) -> tuple[int, int]:
+        """(saved, the rest) at a layer's backward."""
+        layer = shape.layer(block)
+        rest = _bytes(bodies.layer_backward_scratch, layer, tokens, types) + stream
+        return _bytes(bodies.layer_saved, layer, tokens, types), rest + own_weights * sizes.weights[block]
+
+    (saved_last, layer_last), (saved_first, layer_first) = at_layer(shape.layers), at_layer(1)
     moments = (
         head,
-        layer + inputs + max(saved, kept_saved) + at_last,
-        layer + stream + saved + at_first,
+        layer_last + inputs + max(saved_last, kept_saved) + at_last,
+        layer_first + stream + saved_first + at_first,
         at_end,
     )
     return resident + max(moments)
@@ -87,15 +95,16 @@ def seconds_bound(
 ) -> tuple[float, float]:
     """Seconds that (cores, disk) are busy; no step is shorter than either."""
     numerics, place = plan.numerics, plan.placement
-    item = ITEMSIZE[bodies.dtypes(numerics).compute]
+    types = bodies.dtypes(numerics)
     cores = 0.0
     again = sum(plan.recompute) / shape.layers
     for tokens in numerics.micro_tokens:
-        matmul, attention = bodies.layer_flops(shape, tokens, mean_length)
-        moved = tokens * (10 * shape.hidden + 6 * shape.ffn) * item
-        cores += shape.layers * costs.compute(
-            matmul * (3 + again), attention * (3.5 + again), moved * (3 + again)
-        )
+        for layer, indices in shape.layer_groups:
+            matmul, attention = bodies.layer_flops(layer, tokens, mean_length)
+            moved = bodies.layer_moved(layer, tokens, types)
+            cores += len(indices) * costs.compute(
+                matmul * (3 + again), attention * (3.5 + again), moved * (3 + again)
+            )
         cores += costs.compute(3 * bodies.head_flops(shape, tokens))
     total = sum(sizes.planes)
     cores += costs.compute(moved=total * (2 * len(PLANES) + 1.5))

@@ -7,11 +7,16 @@ very lists, so declared bytes are used bytes.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import TYPE_CHECKING
 
+from packmule.shapes.attention import FLASH_LENGTH, attention_saved, attention_scratch, flash_documents
+from packmule.shapes.blocks import Parameter
+from packmule.shapes.layer import LayerShape
 from packmule.shapes.layout import ITEMSIZE, TensorSpec
-from packmule.shapes.model import Block, ModelShape
+from packmule.shapes.model import ModelShape
 
 if TYPE_CHECKING:
     from packmule.spec.plan import Numerics
@@ -55,29 +60,14 @@ PRODUCT_ROWS = 512
 """Tokens that are widened at once: 2 to 12 MB stay in cache (measured: as fast as all at once)."""
 
 
-def layer_saved(shape: ModelShape, tokens: int, types: Dtypes) -> tuple[TensorSpec, ...]:
+def layer_saved(layer: LayerShape, tokens: int, types: Dtypes) -> tuple[TensorSpec, ...]:
     """What a layer's backward needs from its forward, besides the block input."""
-    c, s, n = types.compute, types.statistic, tokens
-    q, kv = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
     return (
-        TensorSpec("rstd1", (n,), s),
-        TensorSpec("q", (n, q), c),
-        TensorSpec("k", (n, kv), c),
-        TensorSpec("v", (n, kv), c),
-        TensorSpec("attention", (n, q), c),
-        TensorSpec("lse", (shape.heads * n,), s),
-        TensorSpec("middle", (n, shape.hidden), c),
-        TensorSpec("rstd2", (n,), s),
-        TensorSpec("gate", (n, shape.ffn), c),
-        TensorSpec("up", (n, shape.ffn), c),
+        *attention_saved(layer, tokens, types),
+        TensorSpec("middle", (tokens, layer.hidden), types.compute),
+        *layer.norm.saved("norm2", tokens, types.statistic),
+        *layer.feed_forward.saved(layer.hidden, tokens, types),
     )
-
-
-ATTENTION_TILE = 128
-"""Query rows of one attention tile; keys after a tile's last row are skipped."""
-
-ATTENTION_ELEMENTS = 1 << 20
-"""Elements that the scores of one batched attention product may have, unless one pair needs more."""
 
 
 KERNEL_WORKSPACE = 10 << 20
@@ -90,59 +80,10 @@ layer needs about twenty; fewer than that, and each layer compiles its own again
 PRIMITIVE_BYTES = 850_000
 """Resident bytes of one (measured: 0.6 MB of heap whatever its shape, and gaps between them)."""
 
-FLASH_LENGTH = 64
-"""Longest document that torch's flash kernel takes (packmule.models.attention.choose)."""
 
-
-def flash_documents(shape: ModelShape, length: int) -> int:
-    """Documents that go through one call of the flash kernel."""
-    return max(1, ATTENTION_ELEMENTS // (length * shape.heads * shape.head_dim))
-
-
-def _pair_elements(shape: ModelShape, length: int) -> int:
-    """Elements of the largest temporary of one (document, key/value head) pair."""
-    group, d, tile = shape.heads // shape.kv_heads, shape.head_dim, min(ATTENTION_TILE, length)
-    return max(group * tile * length, length * d, group * tile * d)
-
-
-def attention_units(shape: ModelShape, length: int) -> int:
-    """(Document, key/value head) pairs that go through one batched product."""
-    return max(1, ATTENTION_ELEMENTS // _pair_elements(shape, length))
-
-
-def attention_scratch(
-    shape: ModelShape, queries: int, keys: int, types: Dtypes, backward: bool
-) -> tuple[TensorSpec, ...]:
-    """Temporaries of attention for at most `queries` rows, whatever their documents, each of
-    which sees at most `keys` keys. Flat: each document length takes its own shapes from them."""
-    p, s = types.product, types.statistic
-    group, d, tile = shape.heads // shape.kv_heads, shape.head_dim, min(ATTENTION_TILE, queries)
-    rows = min(shape.heads * queries * d, max(ATTENTION_ELEMENTS, group * tile * d))
-    prefix = min(shape.kv_heads * keys * d, max(ATTENTION_ELEMENTS, keys * d))
-    scores = min(shape.heads * tile * keys, max(ATTENTION_ELEMENTS, group * tile * keys))
-    forward = (
-        TensorSpec("tile_q", (rows,), p),
-        TensorSpec("tile_k", (prefix,), p),
-        TensorSpec("tile_v", (prefix,), p),
-        TensorSpec("tile_scores", (scores,), p),
-    )
-    if not backward:
-        return forward
-    return (
-        *forward,
-        TensorSpec("tile_dout", (rows,), p),
-        TensorSpec("tile_product", (rows,), s),
-        TensorSpec("tile_delta", (rows // d,), s),
-        TensorSpec("tile_dscores", (scores,), p),
-        TensorSpec("tile_dk", (prefix,), s),
-        TensorSpec("tile_dv", (prefix,), s),
-        *((TensorSpec("tile_dkv", (prefix,), p),) if p != s else ()),
-    )
-
-
-def _matrices(block: Block) -> list[tuple[int, int]]:
-    """(outputs, inputs) of a block's weights, as many outputs as are dealt with at once."""
-    return [(min(p.shape[0], WEIGHT_ROWS), p.shape[1]) for p in block.parameters if len(p.shape) == 2]
+def _matrices(parameters: Iterable[Parameter]) -> list[tuple[int, int]]:
+    """(outputs, inputs) of weights, as many outputs as are dealt with at once."""
+    return [(min(p.shape[0], WEIGHT_ROWS), p.shape[1]) for p in parameters if len(p.shape) == 2]
 
 
 def _wide(matrices: list[tuple[int, int]], tokens: int, types: Dtypes) -> tuple[TensorSpec, ...]:
@@ -164,27 +105,36 @@ def _weight_gradient(matrices: list[tuple[int, int]], types: Dtypes) -> tuple[Te
     return (TensorSpec("wgrad", (max(o * i for o, i in matrices),), types.product),)
 
 
-def layer_forward_scratch(shape: ModelShape, tokens: int, types: Dtypes) -> tuple[TensorSpec, ...]:
+def _joined(*lists: tuple[TensorSpec, ...]) -> tuple[TensorSpec, ...]:
+    """All tensors; one that several lists name is flat, as large as the largest."""
+    found: dict[str, TensorSpec] = {}
+    for spec in chain.from_iterable(lists):
+        other = found.setdefault(spec.name, spec)
+        if spec.shape != other.shape:
+            found[spec.name] = other._replace(shape=(max(spec.numel, other.numel),))
+    return tuple(found.values())
+
+
+def layer_forward_scratch(layer: LayerShape, tokens: int, types: Dtypes) -> tuple[TensorSpec, ...]:
     """Temporaries of a layer's forward (saved tensors come on top when they are not kept)."""
-    c = types.compute
-    return (
-        TensorSpec("normed", (tokens, shape.hidden), c),
-        TensorSpec("act", (tokens * shape.ffn,), c),
-        *_wide(_matrices(shape.blocks()[1]), tokens, types),
-        *attention_scratch(shape, tokens, tokens, types, backward=False),
+    return _joined(
+        (TensorSpec("normed", (tokens, layer.hidden), types.compute),),
+        layer.feed_forward.scratch(layer.hidden, tokens, types, backward=False),
+        _wide(_matrices(layer.parameters()), tokens, types),
+        attention_scratch(layer, tokens, tokens, types, backward=False),
     )
 
 
-def layer_backward_scratch(shape: ModelShape, tokens: int, types: Dtypes) -> tuple[TensorSpec, ...]:
+def layer_backward_scratch(layer: LayerShape, tokens: int, types: Dtypes) -> tuple[TensorSpec, ...]:
     """Temporaries of a layer's backward, and of the forward it may run first."""
-    c = types.compute
-    matrices = _matrices(shape.blocks()[1])
-    return (
-        TensorSpec("normed", (tokens, shape.hidden), c),
-        TensorSpec("act", (tokens * max(shape.ffn, shape.heads * shape.head_dim),), c),
-        *_wide(matrices, tokens, types),
-        *attention_scratch(shape, tokens, tokens, types, backward=True),
-        *_weight_gradient(matrices, types),
+    matrices = _matrices(layer.parameters())
+    return _joined(
+        (TensorSpec("normed", (tokens, layer.hidden), types.compute),),
+        layer.feed_forward.scratch(layer.hidden, tokens, types, backward=True),
+        (TensorSpec("act", (tokens * layer.query_width,), types.compute),),
+        _wide(matrices, tokens, types),
+        attention_scratch(layer, tokens, tokens, types, backward=True),
+        _weight_gradient(matrices, types),
     )
 
 
@@ -194,7 +144,7 @@ def head_scratch(shape: ModelShape, chunk: int, types: Dtypes, train: bool) -> t
     matrices = [(min(shape.vocab, WEIGHT_ROWS), shape.hidden)]
     forward = (
         TensorSpec("normed", (chunk, shape.hidden), c),
-        TensorSpec("rstd", (chunk,), s),
+        *shape.norm.saved("norm", chunk, s),
         TensorSpec("logits", (chunk, shape.vocab), c),
         TensorSpec("loss", (chunk,), s),
         *_wide(matrices, chunk, types),
@@ -208,29 +158,30 @@ def head_scratch(shape: ModelShape, chunk: int, types: Dtypes, train: bool) -> t
     )
 
 
-def decode_scratch(shape: ModelShape, tokens: int, positions: int, types: Dtypes) -> tuple[TensorSpec, ...]:
-    """Temporaries of generation: at most `tokens` at once over a cache of `positions`."""
-    c, s, n = types.compute, types.statistic, tokens
-    q, kv = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
-    attention = attention_scratch(shape, tokens, positions, types, backward=False)
-    return (
-        TensorSpec("normed", (n, shape.hidden), c),
-        TensorSpec("rstd", (n,), s),
-        TensorSpec("q", (n, q), c),
-        TensorSpec("k", (n, kv), c),
-        TensorSpec("v", (n, kv), c),
-        TensorSpec("middle", (n, shape.hidden), c),
-        TensorSpec("gate", (n, shape.ffn), c),
-        TensorSpec("up", (n, shape.ffn), c),
-        TensorSpec("lse", (shape.heads * n,), s),
-        TensorSpec("logits", (1, shape.vocab), c),
-        *(spec for spec in attention if spec.name in ("tile_q", "tile_scores")),
+def decode_scratch(layer: LayerShape, tokens: int, positions: int, types: Dtypes) -> tuple[TensorSpec, ...]:
+    """Temporaries of a layer when generating: at most `tokens` at once over a cache of `positions`.
+    Nothing is widened: with so few tokens that costs more than it saves."""
+    attention = attention_scratch(layer, tokens, positions, types, backward=False)
+    return _joined(
+        layer_saved(layer, tokens, types),
+        (TensorSpec("normed", (tokens, layer.hidden), types.compute),),
+        layer.feed_forward.scratch(layer.hidden, tokens, types, backward=False),
+        tuple(spec for spec in attention if spec.name in ("tile_q", "tile_scores")),
     )
 
 
-def cache_spec(shape: ModelShape, positions: int, types: Dtypes) -> TensorSpec:
+def head_decode_scratch(shape: ModelShape, types: Dtypes) -> tuple[TensorSpec, ...]:
+    """Temporaries of one token's logits."""
+    return (
+        TensorSpec("normed", (1, shape.hidden), types.compute),
+        *shape.norm.saved("norm", 1, types.statistic),
+        TensorSpec("logits", (1, shape.vocab), types.compute),
+    )
+
+
+def cache_spec(layer: LayerShape, positions: int, types: Dtypes) -> TensorSpec:
     """One layer's keys and values."""
-    return TensorSpec("cache", (2, shape.kv_heads, positions, shape.head_dim), types.compute)
+    return TensorSpec("cache", (2, layer.kv_heads, positions, layer.head_dim), types.compute)
 
 
 def input_spec(shape: ModelShape, tokens: int, types: Dtypes) -> TensorSpec:
@@ -238,15 +189,15 @@ def input_spec(shape: ModelShape, tokens: int, types: Dtypes) -> TensorSpec:
     return TensorSpec("x", (tokens, shape.hidden), types.compute)
 
 
-def layer_workspace(shape: ModelShape, tokens: int, types: Dtypes) -> int:
+def layer_workspace(layer: LayerShape, tokens: int, types: Dtypes) -> int:
     """Most bytes torch holds outside the arena during a layer's body, whatever the documents:
     the flash kernel's results for short ones where it is used (not in bfloat16), and what
     matrix products pack."""
     if types.compute == "bfloat16":
         return KERNEL_WORKSPACE
-    most = flash_documents(shape, FLASH_LENGTH) * FLASH_LENGTH
-    q, kv = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
-    per_token = (q + 2 * kv) * ITEMSIZE[types.compute] + 2 * shape.heads * ITEMSIZE[types.statistic]
+    most = flash_documents(layer, FLASH_LENGTH) * FLASH_LENGTH
+    per_token = (layer.query_width + 2 * layer.key_width) * ITEMSIZE[types.compute]
+    per_token += 2 * layer.heads * ITEMSIZE[types.statistic]
     return min(tokens, most) * per_token + KERNEL_WORKSPACE
 
 
@@ -255,12 +206,17 @@ def compiled_bytes(types: Dtypes) -> int:
     return PRIMITIVES_KEPT * PRIMITIVE_BYTES if types.product == "bfloat16" else 0
 
 
-def layer_flops(shape: ModelShape, tokens: int, mean_length: float) -> tuple[float, float]:
+def layer_flops(layer: LayerShape, tokens: int, mean_length: float) -> tuple[float, float]:
     """(matmul, attention) FLOPs of one layer's forward; backward takes twice the first and
     2.5 times the second. `mean_length` is tokens per document, weighted by tokens."""
-    q, kv = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
-    weights = shape.hidden * (2 * q + 2 * kv) + 3 * shape.hidden * shape.ffn
-    return 2.0 * tokens * weights, 2.0 * tokens * mean_length * q
+    projections = layer.hidden * (2 * layer.query_width + 2 * layer.key_width)
+    matmul = 2.0 * tokens * projections + layer.feed_forward.flops(layer.hidden, tokens)
+    return matmul, 2.0 * tokens * mean_length * layer.query_width
+
+
+def layer_moved(layer: LayerShape, tokens: int, types: Dtypes) -> int:
+    """Bytes of activations that a layer's forward reads and writes, besides its products."""
+    return (10 * layer.hidden * tokens + layer.feed_forward.moved(tokens)) * ITEMSIZE[types.compute]
 
 
 def head_flops(shape: ModelShape, tokens: int) -> float:

@@ -4,56 +4,30 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from functools import cached_property
+from typing import Any
 
 from packmule.errors import ConfigError
-from packmule.shapes.layout import PAGE, Layout, TensorSpec, layout
-
-BlockKind = Literal["embed", "layer", "head"]
-Role = Literal["embedding", "norm", "matrix"]
-
-
-class Parameter(NamedTuple):
-    """One trainable tensor. `name` is local to its block ("q.weight")."""
-
-    name: str
-    shape: tuple[int, ...]
-    role: Role
-
-
-@dataclass(frozen=True)
-class Block:
-    """One unit of streaming.
-
-    Attributes:
-        index: position in the model: embed 0, layers 1..L, head L + 1.
-        kind: which task bodies it runs.
-        parameters: the tensors this block owns.
-        shared: index of the block whose `weight` this head reads as its own (tied), or None.
-    """
-
-    index: int
-    name: str
-    kind: BlockKind
-    parameters: tuple[Parameter, ...]
-    shared: int | None = None
-
-    def specs(self, dtype: str) -> tuple[TensorSpec, ...]:
-        """The owned parameters as tensors of one dtype."""
-        return tuple(TensorSpec(p.name, p.shape, dtype) for p in self.parameters)
-
-    def layout(self, dtype: str) -> Layout:
-        """How the owned parameters lie in a weight, gradient or plane buffer (pages)."""
-        return layout(self.specs(dtype), PAGE)
-
-    @property
-    def numel(self) -> int:
-        return sum(spec.numel for spec in self.specs("float32"))
+from packmule.shapes.blocks import Block, Parameter
+from packmule.shapes.config import Config
+from packmule.shapes.families import FAMILIES
+from packmule.shapes.layer import PLAIN, LayerKind, LayerShape, Norm, Variant
+from packmule.shapes.mlp import Mlp
+from packmule.shapes.rope import Rope
 
 
 @dataclass(frozen=True)
 class ModelShape:
-    """A Llama-family decoder (Touvron et al. 2023; GQA: Ainslie et al. 2023)."""
+    """A decoder of one of the FAMILIES (Llama: Touvron et al. 2023; GQA: Ainslie et al. 2023).
+
+    Attributes:
+        ffn: F of the dense layers.
+        rope_theta: base of the rotary wavelengths.
+        tied: whether the head's weight is the embedding's.
+        family: its model_type.
+        variant: what sets its layers apart from Llama's.
+        kinds: what differs from layer to layer, one per layer; none where nothing does.
+    """
 
     vocab: int
     hidden: int
@@ -66,51 +40,44 @@ class ModelShape:
     rope_theta: float
     tied: bool
     max_positions: int
+    family: str = "llama"
+    variant: Variant = PLAIN
+    kinds: tuple[LayerKind, ...] = ()
 
     @classmethod
-    def from_config(cls, config: Mapping[str, Any], source: str) -> ModelShape:
+    def from_config(cls, values: Mapping[str, Any], source: str) -> ModelShape:
         """Read a Hugging Face `config.json`.
 
         Raises:
             ConfigError: an architecture or option this version does not train.
         """
-        kind = config.get("model_type")
-        if kind != "llama":
-            raise ConfigError(f"{source}: model_type {kind!r} is not supported.", "supported: llama")
-        rope = config.get("rope_parameters") or {}
-        scaling = config.get("rope_scaling") or (
-            rope if rope.get("rope_type", "default") != "default" else None
+        if not isinstance(values, Mapping):
+            raise ConfigError(f"{source} is not a JSON object.", "use the model's own config.json")
+        kind = values.get("model_type")
+        if not isinstance(kind, str) or kind not in FAMILIES:
+            raise ConfigError(
+                f"{source}: model_type {kind!r} is not supported.", f"supported: {', '.join(FAMILIES)}"
+            )
+        family = FAMILIES[kind]
+        config = Config(values, source, family.defaults, family.aliases)
+        heads, hidden = config.integer("num_attention_heads"), config.integer("hidden_size")
+        shape = cls(
+            vocab=config.integer("vocab_size"),
+            hidden=hidden,
+            layers=config.integer("num_hidden_layers"),
+            heads=heads,
+            kv_heads=config.optional_integer("num_key_value_heads") or heads,
+            head_dim=config.optional_integer("head_dim") or hidden // heads,
+            ffn=config.integer("intermediate_size"),
+            norm_eps=config.number("rms_norm_eps", 1e-6),
+            rope_theta=config.section("rope_parameters").optional_number("rope_theta")
+            or config.number("rope_theta", 10000.0),
+            tied=config.flag("tie_word_embeddings"),
+            max_positions=config.integer("max_position_embeddings"),
+            family=kind,
+            variant=family.variant(config),
+            kinds=family.kinds(config),
         )
-        if scaling and scaling.get("rope_type", scaling.get("type")) not in (None, "default"):
-            raise ConfigError(
-                f"{source}: rope_scaling {scaling!r} is not supported.", "use a model without RoPE scaling"
-            )
-        for flag in ("attention_bias", "mlp_bias"):
-            if config.get(flag):
-                raise ConfigError(f"{source}: {flag} is not supported.", "use a model without biases")
-        if config.get("hidden_act", "silu") != "silu":
-            raise ConfigError(
-                f"{source}: hidden_act {config['hidden_act']!r} is not supported.", "supported: silu"
-            )
-        try:
-            heads, hidden = int(config["num_attention_heads"]), int(config["hidden_size"])
-            shape = cls(
-                vocab=int(config["vocab_size"]),
-                hidden=hidden,
-                layers=int(config["num_hidden_layers"]),
-                heads=heads,
-                kv_heads=int(config.get("num_key_value_heads") or heads),
-                head_dim=int(config.get("head_dim") or hidden // heads),
-                ffn=int(config["intermediate_size"]),
-                norm_eps=float(config.get("rms_norm_eps", 1e-6)),
-                rope_theta=float(rope.get("rope_theta") or config.get("rope_theta") or 10000.0),
-                tied=bool(config.get("tie_word_embeddings", False)),
-                max_positions=int(config.get("max_position_embeddings", 2048)),
-            )
-        except KeyError as error:
-            raise ConfigError(
-                f"{source}: {error.args[0]!r} is missing.", "use the model's full config.json"
-            ) from None
         if shape.heads % shape.kv_heads or shape.head_dim % 2:
             raise ConfigError(
                 f"{source}: {shape.heads} heads, {shape.kv_heads} key/value heads, "
@@ -119,27 +86,55 @@ class ModelShape:
             )
         return shape
 
+    @property
+    def norm(self) -> Norm:
+        """Every norm's form."""
+        return Norm(self.norm_eps)
+
+    @cached_property
+    def layer_shapes(self) -> tuple[LayerShape, ...]:
+        """Every layer in full; layers that are alike share one object."""
+        made: dict[LayerKind, LayerShape] = {}
+        kinds = self.kinds or (LayerKind(),) * self.layers
+        return tuple(made.setdefault(kind, self._layer(kind)) for kind in kinds)
+
+    def _layer(self, kind: LayerKind) -> LayerShape:
+        variant = self.variant
+        return LayerShape(
+            hidden=self.hidden,
+            heads=self.heads,
+            kv_heads=self.kv_heads,
+            head_dim=self.head_dim,
+            norm=self.norm,
+            rope=Rope(self.rope_theta, self.head_dim),
+            scale=self.head_dim**-0.5,
+            feed_forward=kind.feed_forward or Mlp(self.ffn, variant.activation),
+        )
+
+    @cached_property
+    def layer_groups(self) -> tuple[tuple[LayerShape, tuple[int, ...]], ...]:
+        """Each distinct layer with the positions (from 0) of those that are like it."""
+        found: dict[int, list[int]] = {}
+        for index, layer in enumerate(self.layer_shapes):
+            found.setdefault(id(layer), []).append(index)
+        return tuple((self.layer_shapes[group[0]], tuple(group)) for group in found.values())
+
+    def layer(self, block: int) -> LayerShape:
+        """The layer that block number `block` (1..L) is."""
+        return self.layer_shapes[block - 1]
+
     def blocks(self) -> tuple[Block, ...]:
         """Embed, layers, head, in forward order."""
-        h, f = self.hidden, self.ffn
-        q, kv = self.heads * self.head_dim, self.kv_heads * self.head_dim
-        layer = (
-            Parameter("norm1.weight", (h,), "norm"),
-            Parameter("q.weight", (q, h), "matrix"),
-            Parameter("k.weight", (kv, h), "matrix"),
-            Parameter("v.weight", (kv, h), "matrix"),
-            Parameter("o.weight", (h, q), "matrix"),
-            Parameter("norm2.weight", (h,), "norm"),
-            Parameter("gate.weight", (f, h), "matrix"),
-            Parameter("up.weight", (f, h), "matrix"),
-            Parameter("down.weight", (h, f), "matrix"),
-        )
-        head = [Parameter("norm.weight", (h,), "norm")]
+        head = [*self.norm.parameters("norm", self.hidden)]
         if not self.tied:
-            head.append(Parameter("weight", (self.vocab, h), "matrix"))
+            head.append(Parameter("weight", (self.vocab, self.hidden), "matrix"))
+        embed = (Parameter("weight", (self.vocab, self.hidden), "embedding"),)
         return (
-            Block(0, "embed", "embed", (Parameter("weight", (self.vocab, h), "embedding"),)),
-            *(Block(i + 1, f"layer{i}", "layer", layer) for i in range(self.layers)),
+            Block(0, "embed", "embed", embed),
+            *(
+                Block(i + 1, f"layer{i}", "layer", layer.parameters())
+                for i, layer in enumerate(self.layer_shapes)
+            ),
             Block(self.layers + 1, "head", "head", tuple(head), 0 if self.tied else None),
         )
 

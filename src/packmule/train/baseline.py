@@ -56,14 +56,15 @@ def _run_layer(kernels: Kernels, precision: str) -> None:
     import numpy as np
     import torch
 
-    from packmule.models import llama
+    from packmule.models.context import Decoder, TokenBatch
+    from packmule.models.decoder import head_loss, layer_backward, layer_forward
     from packmule.models.views import views
 
     shape = ModelShape.from_config({"model_type": "llama", **_SIZES}, "baseline")
     types, tokens = bodies.DTYPES[precision], shape.max_positions
-    decoder = llama.Decoder.create(kernels, shape, types, tokens)
+    decoder = Decoder.create(kernels, shape, types, tokens)
     ids = np.zeros(tokens, np.int64)
-    batch = llama.TokenBatch.from_batch(Batch(ids, ids, np.arange(tokens, dtype=np.int32), (tokens,)))
+    batch = TokenBatch.from_batch(Batch(ids, ids, np.arange(tokens, dtype=np.int32), (tokens,)))
 
     def tensors(specs: tuple[TensorSpec, ...]) -> dict[str, torch.Tensor]:
         place = layout(specs)
@@ -71,12 +72,13 @@ def _run_layer(kernels: Kernels, precision: str) -> None:
 
     stream = bodies.input_spec(shape, tokens, types)
     x, dx = tensors((stream,))["x"], tensors((stream,))["x"]
-    _, layer, head = shape.blocks()
-    weights, grads = tensors(layer.specs(types.compute)), tensors(layer.specs(types.gradient))
-    saved = tensors(bodies.layer_saved(shape, tokens, types))
-    scratch = tensors(bodies.layer_backward_scratch(shape, tokens, types))
-    llama.layer_forward(decoder, weights, batch, x, saved, scratch, dx)
-    llama.layer_backward(decoder, weights, batch, x, saved, scratch, dx, dx, grads, True, False)
+    _, block, head = shape.blocks()
+    layer = shape.layer(1)
+    weights, grads = tensors(block.specs(types.compute)), tensors(block.specs(types.gradient))
+    saved = tensors(bodies.layer_saved(layer, tokens, types))
+    scratch = tensors(bodies.layer_backward_scratch(layer, tokens, types))
+    layer_forward(decoder, layer, weights, batch, x, saved, scratch, dx)
+    layer_backward(decoder, layer, weights, batch, x, saved, scratch, dx, dx, grads, True, False)
     weights, grads = tensors(head.specs(types.compute)), tensors(head.specs(types.gradient))
     scratch = tensors(bodies.head_scratch(shape, tokens, types, train=True))
-    llama.head_loss(decoder, weights, batch, x, 1.0, tokens, dx, grads, scratch, True)
+    head_loss(decoder, weights, batch, x, 1.0, tokens, dx, grads, scratch, True)

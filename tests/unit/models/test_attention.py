@@ -14,25 +14,27 @@ from packmule.kernels import load
 from packmule.models import attention
 from packmule.models.attention import Run
 from packmule.models.views import views
+from packmule.shapes import attention as sizes
 from packmule.shapes import bodies
+from packmule.shapes.layer import LayerShape
 from packmule.shapes.layout import layout
 from packmule.shapes.model import ModelShape
 
 PRECISIONS = {"fp32": 2e-5, "fp64": 1e-12, "bf16-mixed": 3e-2, "bf16-wide": 3e-2}
 
 
-def shape_of(heads: int, kv_heads: int, head_dim: int) -> ModelShape:
-    return ModelShape(11, 8, 1, heads, kv_heads, head_dim, 8, 1e-5, 1e4, False, 4096)
+def layer_of(heads: int, kv_heads: int, head_dim: int) -> LayerShape:
+    return ModelShape(11, 8, 1, heads, kv_heads, head_dim, 8, 1e-5, 1e4, False, 4096).layer(1)
 
 
-def written_out(shape: ModelShape, lengths: Sequence[int], q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+def written_out(layer: LayerShape, lengths: Sequence[int], q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """float64 [N, A*D], one document after the other, with autograd."""
-    group, d, outs = shape.heads // shape.kv_heads, shape.head_dim, []
+    group, d, outs = layer.heads // layer.kv_heads, layer.head_dim, []
     for a, b, c in zip(q.split(lengths), k.split(lengths), v.split(lengths), strict=True):
         n = len(a)
-        heads = a.view(n, shape.heads, d).transpose(0, 1)
+        heads = a.view(n, layer.heads, d).transpose(0, 1)
         keys, values = (
-            x.view(n, shape.kv_heads, d).transpose(0, 1).repeat_interleave(group, 0) for x in (b, c)
+            x.view(n, layer.kv_heads, d).transpose(0, 1).repeat_interleave(group, 0) for x in (b, c)
         )
         scores = heads @ keys.transpose(1, 2) / d**0.5
         scores = scores.masked_fill(torch.ones(n, n, dtype=torch.bool).triu(1), float("-inf"))
@@ -63,17 +65,17 @@ def test_both_variants_equal_the_written_out_softmax(
 ) -> None:
     monkeypatch.setattr(attention, "choose", lambda dtype, length: variant)
     # Small products, so that heads and documents are cut too.
-    monkeypatch.setattr(bodies, "ATTENTION_ELEMENTS", 1 << 16)
-    shape, types, limit = shape_of(heads, kv_heads, head_dim), TYPES[precision], PRECISIONS[precision]
+    monkeypatch.setattr(sizes, "ATTENTION_ELEMENTS", 1 << 16)
+    layer, types, limit = layer_of(heads, kv_heads, head_dim), TYPES[precision], PRECISIONS[precision]
     tokens = sum(lengths)
-    place = layout(bodies.layer_saved(shape, tokens, types))
+    place = layout(bodies.layer_saved(layer, tokens, types))
     saved = views(torch.full((place.bytes,), 0xFF, dtype=torch.uint8), place)
-    place = layout(bodies.attention_scratch(shape, tokens, tokens, types, backward=True))
+    place = layout(sizes.attention_scratch(layer, tokens, tokens, types, backward=True))
     scratch = views(torch.full((place.bytes,), 0xFF, dtype=torch.uint8), place)
     generator = torch.Generator().manual_seed(seed)
     inputs = [torch.randn(saved[name].shape, generator=generator).to(saved[name].dtype) for name in "qkv"]
     wide = [x.double().clone().requires_grad_() for x in inputs]
-    expected = written_out(shape, lengths, *wide)
+    expected = written_out(layer, lengths, *wide)
     dout = torch.randn(expected.shape, generator=generator).to(inputs[0].dtype)
     expected.backward(dout.double())
 
@@ -81,11 +83,11 @@ def test_both_variants_equal_the_written_out_softmax(
     for target, value in zip((q, k, v), inputs, strict=True):
         target.copy_(value)
     groups, kernels = attention.runs(lengths), load(2, "torch")
-    attention.attention_forward(kernels, shape, groups, q, k, v, out, lse, scratch)
+    attention.attention_forward(kernels, layer, groups, q, k, v, out, lse, scratch)
     before = lse.clone()
     assert bool(torch.isfinite(lse).all())
     # The gradients take the place of q, k and v.
-    attention.attention_backward(kernels, shape, groups, q, k, v, out, lse, dout, q, k, v, scratch)
+    attention.attention_backward(kernels, layer, groups, q, k, v, out, lse, dout, q, k, v, scratch)
     assert torch.equal(lse, before)
     for ours, theirs in zip((out, q, k, v), (expected.detach(), *(x.grad for x in wide)), strict=True):
         assert theirs is not None
@@ -103,14 +105,14 @@ def test_scratch_covers_every_split_of_the_tokens(seed: int) -> None:
     rng = random.Random(seed)
     for _ in range(200):
         kv_heads = rng.choice((1, 2, 3, 8))
-        shape = shape_of(kv_heads * rng.choice((1, 3, 4)), kv_heads, rng.choice((8, 64, 128)))
+        layer = layer_of(kv_heads * rng.choice((1, 3, 4)), kv_heads, rng.choice((8, 64, 128)))
         tokens = rng.choice((rng.randint(1, 300), rng.randint(1, 20000)))
-        specs = bodies.attention_scratch(shape, tokens, tokens, bodies.DTYPES["fp32"], backward=True)
+        specs = sizes.attention_scratch(layer, tokens, tokens, bodies.DTYPES["fp32"], backward=True)
         room = {spec.name: spec.numel for spec in specs}
         length = rng.randint(1, tokens)
-        documents, group, d = tokens // length, shape.heads // kv_heads, shape.head_dim
-        units = min(documents * kv_heads, bodies.attention_units(shape, length))
-        tile = min(bodies.ATTENTION_TILE, length)
+        documents, group, d = tokens // length, layer.heads // kv_heads, layer.head_dim
+        units = min(documents * kv_heads, sizes.attention_units(layer, length))
+        tile = min(sizes.ATTENTION_TILE, length)
         assert units * group * tile * d <= room["tile_q"]
         assert units * group * tile <= room["tile_delta"]
         assert units * length * d <= room["tile_k"]
@@ -118,10 +120,10 @@ def test_scratch_covers_every_split_of_the_tokens(seed: int) -> None:
 
 
 def test_scratch_does_not_grow_with_the_square_of_the_length() -> None:
-    shape, types = shape_of(16, 16, 64), bodies.DTYPES["bf16-mixed"]
-    sizes = [
-        sum(spec.bytes for spec in bodies.attention_scratch(shape, n, n, types, True))
+    layer, types = layer_of(16, 16, 64), bodies.DTYPES["bf16-mixed"]
+    totals = [
+        sum(spec.bytes for spec in sizes.attention_scratch(layer, n, n, types, True))
         for n in (16384, 32768, 65536)
     ]
-    assert sizes[2] - sizes[1] <= 2.01 * (sizes[1] - sizes[0])
-    assert sizes[2] < 65536 * 65536 / 16
+    assert totals[2] - totals[1] <= 2.01 * (totals[1] - totals[0])
+    assert totals[2] < 65536 * 65536 / 16

@@ -6,13 +6,13 @@ import pytest
 import torch
 import transformers
 
-from packmule.models.llama import rope_tables
-from packmule.shapes.model import ModelShape
+from packmule.models.rope import rope_tables
+from packmule.shapes.rope import Rope
 
 
 @pytest.mark.parametrize("theta", (1e4, 5e5))
 def test_float32_tables_equal_transformers_to_the_last_bit(theta: float) -> None:
-    shape = ModelShape(11, 96, 1, 2, 2, 48, 8, 1e-5, theta, False, 4096)
+    rope = Rope(theta, 48)
     config = transformers.LlamaConfig(
         hidden_size=96,
         num_attention_heads=2,
@@ -21,17 +21,17 @@ def test_float32_tables_equal_transformers_to_the_last_bit(theta: float) -> None
     )
     rotary = transformers.models.llama.modeling_llama.LlamaRotaryEmbedding(config)
     cos, sin = rotary(torch.zeros(1, dtype=torch.float32), torch.arange(4096)[None])
-    ours = rope_tables(shape, 4096, "float32")
+    ours = rope_tables(rope, 4096, "float32")
     for mine, theirs in zip(ours, (cos, sin), strict=True):
         assert mine.shape == (4096, 24)
         assert torch.equal(torch.cat((mine, mine), -1), theirs[0])
 
 
 def test_float64_tables_are_exact_where_float32_is_not() -> None:
-    shape = ModelShape(11, 96, 1, 2, 2, 48, 8, 1e-5, 1e4, False, 4096)
-    cos, sin = rope_tables(shape, 4096, "float64")
+    rope = Rope(1e4, 48)
+    cos, sin = rope_tables(rope, 4096, "float64")
     assert cos.dtype == sin.dtype == torch.float64
     assert float((cos**2 + sin**2 - 1).abs().max()) < 1e-15
-    low, _ = rope_tables(shape, 4096, "float32")
+    low, _ = rope_tables(rope, 4096, "float32")
     assert 1e-7 < float((low.double() - cos).abs().max()) < 1e-2
     assert float(cos[1, 1]) == pytest.approx(0.7767, abs=1e-4)  # cos(10000^(-2/48))

@@ -17,8 +17,8 @@ from tests.parity.plain import TYPES
 from torch import Tensor
 
 from packmule.kernels import load, native
-from packmule.models import llama
-from packmule.models.llama import Decoder, TokenBatch
+from packmule.models import decoder as bodies_of
+from packmule.models.context import Decoder, TokenBatch
 from packmule.models.views import views
 from packmule.shapes import bodies
 from packmule.shapes.layout import TensorSpec, layout
@@ -26,6 +26,7 @@ from packmule.shapes.model import ModelShape
 from packmule.spec.batch import Batch
 
 SHAPE = ModelShape(4096, 512, 1, 8, 4, 64, 1408, 1e-5, 1e4, False, 2048)
+LAYER = SHAPE.layer(1)
 TOKENS = 2048
 
 pytestmark = pytest.mark.skipif(
@@ -78,14 +79,14 @@ def test_a_layer_stays_within_its_workspace(precision: str, length: int) -> None
     stream = buffers((bodies.input_spec(SHAPE, TOKENS, types),))
     x, out, dx = (stream["x"], torch.zeros_like(stream["x"]), torch.zeros_like(stream["x"]))
     x.normal_()
-    saved = buffers(bodies.layer_saved(SHAPE, TOKENS, types))
-    scratch = buffers(bodies.layer_backward_scratch(SHAPE, TOKENS, types))
+    saved = buffers(bodies.layer_saved(LAYER, TOKENS, types))
+    scratch = buffers(bodies.layer_backward_scratch(LAYER, TOKENS, types))
 
     def body() -> None:
-        llama.layer_forward(decoder, weights, batch, x, saved, scratch, out)
-        llama.layer_backward(decoder, weights, batch, x, saved, scratch, x, dx, grads, True, True)
+        bodies_of.layer_forward(decoder, LAYER, weights, batch, x, saved, scratch, out)
+        bodies_of.layer_backward(decoder, LAYER, weights, batch, x, saved, scratch, x, dx, grads, True, True)
 
-    assert peak_bytes(body) <= bodies.layer_workspace(SHAPE, TOKENS, types)
+    assert peak_bytes(body) <= bodies.layer_workspace(LAYER, TOKENS, types)
     decoder.kernels.close()
 
 
@@ -100,7 +101,7 @@ def test_the_head_stays_within_its_workspace(precision: str) -> None:
     x = buffers((bodies.input_spec(SHAPE, TOKENS, types),))["x"]
     scratch, dx = buffers(bodies.head_scratch(SHAPE, chunk, types, True)), torch.zeros_like(x)
     used = peak_bytes(
-        lambda: llama.head_loss(decoder, weights, batch, x, 1e-3, chunk, dx, grads, scratch, True)
+        lambda: bodies_of.head_loss(decoder, weights, batch, x, 1e-3, chunk, dx, grads, scratch, True)
     )
     assert used <= bodies.KERNEL_WORKSPACE
     decoder.kernels.close()

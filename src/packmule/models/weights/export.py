@@ -14,6 +14,7 @@ from packmule.data.files import atomic_folder, disk_errors, write_json
 from packmule.data.model_files import copy_model_files
 from packmule.models.weights.decode import to_bfloat16
 from packmule.models.weights.names import hf_name
+from packmule.shapes.families import FAMILIES
 from packmule.shapes.model import Block, ModelShape, Parameter
 
 ExportDtype = Literal["bfloat16", "float32"]
@@ -77,7 +78,11 @@ def write_huggingface(
             index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(names.items()))}
             write_json(temporary / "model.safetensors.index.json", index)
         # transformers 5 reads dtype, older versions torch_dtype
-        stated = {"architectures": ["LlamaForCausalLM"], "dtype": dtype, "torch_dtype": dtype}
+        stated = {
+            "architectures": [FAMILIES[shape.family].architecture],
+            "dtype": dtype,
+            "torch_dtype": dtype,
+        }
         write_json(temporary / "config.json", {**config, **stated})
         if model_folder is not None:
             copy_model_files(model_folder, temporary)

@@ -1,0 +1,79 @@
+"""What task bodies work on: one micro-batch as tensors, and what every body of a run shares."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from packmule.models.attention import Run, runs
+from packmule.models.rope import Tables, rope_tables
+from packmule.shapes.rope import Rope
+from packmule.spec.batch import IGNORED
+
+if TYPE_CHECKING:
+    from packmule.kernels.contract import Kernels
+    from packmule.shapes.bodies import Dtypes
+    from packmule.shapes.model import ModelShape
+    from packmule.spec.batch import Batch
+
+Tensors = Mapping[str, Tensor]
+
+
+@dataclass(frozen=True)
+class TokenBatch:
+    """One micro-batch on the torch side.
+
+    Attributes:
+        ids, targets: int64 [N]; positions: int32 [N]; lengths: as in spec.batch.Batch.
+        groups: neighboring documents of equal length.
+        targets_count: targets that carry loss.
+    """
+
+    ids: Tensor
+    targets: Tensor
+    positions: Tensor
+    lengths: tuple[int, ...]
+    groups: tuple[Run, ...]
+    targets_count: int
+
+    @classmethod
+    def from_batch(cls, batch: Batch) -> TokenBatch:
+        """Share the arrays' memory."""
+        return cls(
+            torch.from_numpy(batch.ids),
+            torch.from_numpy(batch.targets),
+            torch.from_numpy(batch.positions),
+            batch.lengths,
+            runs(batch.lengths),
+            int((batch.targets != IGNORED).sum()),
+        )
+
+    @property
+    def tokens(self) -> int:
+        """N."""
+        return len(self.ids)
+
+
+@dataclass(frozen=True)
+class Decoder:
+    """What every body of a run shares, and nothing that changes.
+
+    Attributes:
+        tables: of each rotary embedding in the model.
+    """
+
+    kernels: Kernels
+    shape: ModelShape
+    types: Dtypes
+    tables: Mapping[Rope, Tables]
+
+    @classmethod
+    def create(cls, kernels: Kernels, shape: ModelShape, types: Dtypes, positions: int) -> Decoder:
+        """Make the tables for positions 0..positions-1."""
+        ropes = dict.fromkeys(layer.rope for layer in shape.layer_shapes)
+        tables = {rope: rope_tables(rope, positions, types.statistic) for rope in ropes}
+        return cls(kernels, shape, types, tables)

@@ -1,0 +1,164 @@
+"""The decoder as explicit forward and backward task bodies. No autograd, nothing kept.
+
+Letters: N tokens, H hidden, V vocabulary, C tokens of a loss chunk, M capacity (most tokens) a
+buffer was sized for. Buffers may be longer than N; bodies use their first N rows. `weights` and
+`grads` map a block's parameter names to tensors of the compute and the gradient dtype; `saved` and
+`scratch` are views of the layouts in packmule.shapes.bodies.
+
+`first` means: this is the first contribution to the gradients, so write them, do not add.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from packmule.models import self_attention
+from packmule.models.context import Decoder, Tensors, TokenBatch
+from packmule.models.feed_forward import half_of
+from packmule.models.norms import norm_backward, norm_forward
+from packmule.models.products import input_gradient, linear, weight_gradient
+
+if TYPE_CHECKING:
+    from packmule.shapes.layer import LayerShape
+
+
+def embed_forward(decoder: Decoder, weights: Tensors, batch: TokenBatch, out: Tensor) -> None:
+    """out[:N] = weight[ids]. out: c [M, H]."""
+    decoder.kernels.embedding(weights["weight"], batch.ids, out[: batch.tokens])
+
+
+def embed_backward(decoder: Decoder, dy: Tensor, batch: TokenBatch, grad: Tensor, first: bool) -> None:
+    """grad[ids[i]] (+)= dy[i], in token order. dy: c [M, H]; grad: g [V, H].
+
+    For a tied model the head has written `grad` before: `first` is False.
+    """
+    decoder.kernels.embedding_backward(dy[: batch.tokens], batch.ids, grad, first)
+
+
+def layer_forward(
+    decoder: Decoder,
+    layer: LayerShape,
+    weights: Tensors,
+    batch: TokenBatch,
+    x: Tensor,
+    saved: Tensors,
+    scratch: Tensors,
+    out: Tensor,
+) -> None:
+    """One decoder layer: x + attention, then + feed-forward.
+
+    Args:
+        x: c [M, H], the block input; out: c [M, H]. `out` may be `x` unless a backward will
+            need `x`.
+        saved: layer_saved, written. Where nothing is kept, give it any buffer of that layout.
+        scratch: layer_forward_scratch (or layer_backward_scratch, which contains its names).
+    """
+    n = batch.tokens
+    middle = saved["middle"][:n]
+    self_attention.forward(decoder, layer, weights, batch, x[:n], saved, scratch, middle)
+    half_of(layer).forward(decoder, layer, weights, middle, saved, scratch, out[:n])
+
+
+def layer_backward(
+    decoder: Decoder,
+    layer: LayerShape,
+    weights: Tensors,
+    batch: TokenBatch,
+    x: Tensor,
+    saved: Tensors,
+    scratch: Tensors,
+    dy: Tensor,
+    dx: Tensor,
+    grads: Tensors,
+    first: bool,
+    recompute: bool,
+) -> None:
+    """Gradients of `layer_forward`.
+
+    Args:
+        x: c [M, H], the block input of the forward.
+        saved: layer_saved as the forward left it; with `recompute`, any buffer of that layout:
+            the forward runs into it again, with the same bits. Some of it is overwritten by
+            gradients: a backward runs once.
+        scratch: layer_backward_scratch.
+        dy, dx: c [M, H], gradients of the output (read) and the input (written). dx may be
+            dy; it may not be x.
+        grads: g, by parameter name.
+    """
+    n = batch.tokens
+    x, dy, dx, middle = x[:n], dy[:n], dx[:n], saved["middle"][:n]
+    if recompute:
+        self_attention.forward(decoder, layer, weights, batch, x, saved, scratch, middle)
+    half_of(layer).backward(decoder, layer, weights, middle, saved, scratch, dy, dx, grads, first, recompute)
+    # dx now holds the gradient of the middle of the residual stream.
+    self_attention.backward(decoder, layer, weights, batch, x, saved, scratch, dx, dx, grads, first)
+
+
+def head_loss(
+    decoder: Decoder,
+    weights: Tensors,
+    batch: TokenBatch,
+    x: Tensor,
+    scale: float,
+    chunk: int,
+    dx: Tensor,
+    grads: Tensors,
+    scratch: Tensors,
+    first: bool,
+) -> tuple[float, int]:
+    """Final norm, logits and cross entropy, forward and backward, `chunk` tokens at a time.
+
+    Args:
+        weights, grads: "norm.weight" and "weight" [V, H]; for a tied model the latter are the
+            embedding's.
+        x: c [M, H]; dx: c [M, H], written, may be x.
+        scale: factor of the gradient, 1 / (targets of the global batch). The loss is not scaled.
+        scratch: head_scratch(..., chunk, train=True).
+
+    Returns:
+        The sum of the loss over the targets, added in float64, and the number of targets.
+    """
+    kernels, norm = decoder.kernels, decoder.shape.norm
+    total = torch.zeros((), dtype=torch.float64)
+    for start in range(0, batch.tokens, chunk):
+        stop = min(start + chunk, batch.tokens)
+        rows, count = slice(start, stop), stop - start
+        opening = first and start == 0
+        normed, logits, loss = _chunk_logits(decoder, weights, x[rows], scratch)
+        kernels.cross_entropy(logits, batch.targets[rows], scale, loss, True)
+        total += loss.sum(dtype=torch.float64)
+        weight_gradient(kernels, logits, normed, grads["weight"], opening, scratch)
+        dnormed = scratch["dnormed"][:count]
+        input_gradient(logits, weights["weight"], dnormed, scratch)
+        norm_backward(
+            kernels, norm, weights, "norm", dnormed, x[rows], scratch, dnormed, grads, None, opening
+        )
+        dx[rows].copy_(dnormed)
+    return float(total), batch.targets_count
+
+
+def head_evaluate(
+    decoder: Decoder, weights: Tensors, batch: TokenBatch, x: Tensor, chunk: int, scratch: Tensors
+) -> tuple[float, int]:
+    """The loss of `head_loss`, same bits, without gradients. scratch: head_scratch(train=False)."""
+    total = torch.zeros((), dtype=torch.float64)
+    for start in range(0, batch.tokens, chunk):
+        rows = slice(start, min(start + chunk, batch.tokens))
+        _, logits, loss = _chunk_logits(decoder, weights, x[rows], scratch)
+        decoder.kernels.cross_entropy(logits, batch.targets[rows], 1.0, loss, False)
+        total += loss.sum(dtype=torch.float64)
+    return float(total), batch.targets_count
+
+
+def _chunk_logits(
+    decoder: Decoder, weights: Tensors, x: Tensor, scratch: Tensors
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(normed, logits, room for the loss) of x: c [C, H]."""
+    count = len(x)
+    normed, logits = scratch["normed"][:count], scratch["logits"][:count]
+    norm_forward(decoder.kernels, decoder.shape.norm, weights, "norm", x, normed, scratch)
+    linear(normed, weights["weight"], logits, scratch)
+    return normed, logits, scratch["loss"][:count]

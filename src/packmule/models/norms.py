@@ -1,0 +1,48 @@
+"""Norms as pairs of forward and backward, by the shape's form."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from packmule.shapes.layer import Norm
+
+if TYPE_CHECKING:
+    from packmule.kernels.contract import Kernels
+
+Tensors = Mapping[str, Tensor]
+
+
+def norm_forward(
+    kernels: Kernels, norm: Norm, weights: Tensors, name: str, x: Tensor, out: Tensor, saved: Tensors
+) -> None:
+    """out = the norm called `name` of x. x, out: c [N, H]; its statistics go to `saved`."""
+    kernels.rmsnorm(x, weights[f"{name}.weight"], norm.eps, out, saved[f"{name}.rstd"][: len(x)])
+
+
+def norm_backward(
+    kernels: Kernels,
+    norm: Norm,
+    weights: Tensors,
+    name: str,
+    dy: Tensor,
+    x: Tensor,
+    saved: Tensors,
+    dx: Tensor,
+    grads: Tensors,
+    residual: Tensor | None,
+    first: bool,
+) -> None:
+    """dx = (residual +) the gradient of x; parameters' gradients go to `grads`.
+
+    Args:
+        dy, x, residual: c [N, H]; dx may be dy or residual.
+        saved: what `norm_forward` left.
+        first: write the parameters' gradients, do not add.
+    """
+    kernels.rmsnorm_backward(
+        dy, x, weights[f"{name}.weight"], saved[f"{name}.rstd"][: len(x)], dx,
+        grads[f"{name}.weight"], residual, first,
+    )  # fmt: skip

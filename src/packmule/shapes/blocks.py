@@ -1,0 +1,57 @@
+"""Parameters, and the blocks they are grouped into: the units of streaming."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+from packmule.shapes.layout import PAGE, Layout, TensorSpec, layout
+
+BlockKind = Literal["embed", "layer", "head"]
+Role = Literal["embedding", "norm", "bias", "matrix"]
+
+
+class Parameter(NamedTuple):
+    """One trainable tensor.
+
+    Attributes:
+        name: local to its block ("q.weight").
+        role: what it is; decides its weight decay and how it is drawn at random.
+        start: of a model drawn at random: the value of a norm or bias, and for other roles what
+            multiplies the model's standard deviation.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    role: Role
+    start: float = 1.0
+
+
+@dataclass(frozen=True)
+class Block:
+    """One unit of streaming.
+
+    Attributes:
+        index: position in the model: embed 0, layers 1..L, head L + 1.
+        kind: which task bodies it runs.
+        parameters: the tensors this block owns.
+        shared: index of the block whose `weight` this head reads as its own (tied), or None.
+    """
+
+    index: int
+    name: str
+    kind: BlockKind
+    parameters: tuple[Parameter, ...]
+    shared: int | None = None
+
+    def specs(self, dtype: str) -> tuple[TensorSpec, ...]:
+        """The owned parameters as tensors of one dtype."""
+        return tuple(TensorSpec(p.name, p.shape, dtype) for p in self.parameters)
+
+    def layout(self, dtype: str) -> Layout:
+        """How the owned parameters lie in a weight, gradient or plane buffer (pages)."""
+        return layout(self.specs(dtype), PAGE)
+
+    @property
+    def numel(self) -> int:
+        return sum(spec.numel for spec in self.specs("float32"))
