@@ -1,6 +1,7 @@
 // The C face of one build of the kernels: every symbol ends in the build's name (PM_ISA).
 // Dtypes arrive as codes: 0 float32, 1 bfloat16, 2 float64. A kernel returns 0, or 1 for an
 // index out of range (nothing written), 2 for no memory, 3 for dtypes it does not offer.
+#include "experts.h"
 #include "flat.h"
 #include "loss.h"
 #include "rows.h"
@@ -167,5 +168,44 @@ PM_API PM_NAME(causal_softmax_backward)(Pool* pool, int dtype, int64_t rows, int
     PM_TYPES(tag);
     causal_softmax_backward<C>(pool, rows, m, (const C*)p, (C*)dp, (const S*)delta, scale);
     return 0;
+  });
+}
+
+PM_API PM_NAME(route)(Pool* pool, int dtype, int64_t n, int64_t experts, int64_t k, const void* logits,
+                      int renormalize, int32_t* chosen, void* share, void* mass) {
+  return with(dtype, [=](auto tag) {
+    PM_TYPES(tag);
+    return route<C>(pool, n, experts, k, (const C*)logits, renormalize != 0, chosen, (S*)share, (S*)mass);
+  });
+}
+
+PM_API PM_NAME(route_backward)(Pool* pool, int dtype, int64_t n, int64_t experts, int64_t k, const void* logits,
+                               const int32_t* chosen, const void* dshare, const void* balance, int renormalize,
+                               void* dlogits) {
+  return with(dtype, [=](auto tag) {
+    PM_TYPES(tag);
+    return route_backward<C>(pool, n, experts, k, (const C*)logits, chosen, (const S*)dshare, (const S*)balance,
+                             renormalize != 0, (C*)dlogits);
+  });
+}
+
+PM_API PM_NAME(dispatch)(Pool*, int64_t n, int64_t experts, int64_t k, const int32_t* chosen, int64_t* pairs,
+                         int64_t* tokens, int64_t* offsets) {
+  return dispatch(n, experts, k, chosen, pairs, tokens, offsets);
+}
+
+PM_API PM_NAME(weigh)(Pool* pool, int dtype, int64_t n, int64_t width, int64_t shares, void* x, const void* share,
+                      const int64_t* pairs) {
+  return with(dtype, [=](auto tag) {
+    PM_TYPES(tag);
+    return weigh<C>(pool, n, width, shares, (C*)x, (const S*)share, pairs);
+  });
+}
+
+PM_API PM_NAME(weigh_backward)(Pool* pool, int dtype, int64_t n, int64_t width, int64_t shares, void* dy, void* x,
+                               const void* share, const int64_t* pairs, void* dshare) {
+  return with(dtype, [=](auto tag) {
+    PM_TYPES(tag);
+    return weigh_backward<C>(pool, n, width, shares, (C*)dy, (C*)x, (const S*)share, pairs, (S*)dshare);
   });
 }

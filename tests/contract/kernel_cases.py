@@ -290,6 +290,105 @@ def make_causal_softmax_backward(rng, dtype, size):
     }
 
 
+def make_route(rng, dtype, size):
+    n, experts, k = size
+    return {
+        "logits": normal(rng, n, experts, dtype=dtype, scale=2),
+        "chosen": torch.full((n, k), -1, dtype=torch.int32),
+        "share": unset(n, k, dtype=wide(dtype)),
+        "mass": unset(experts, dtype=wide(dtype)),
+    }
+
+
+def best_of(logits, k):
+    """The k largest of each row, largest first, of equal ones the first."""
+    rows = [sorted(range(len(row)), key=lambda e: -row[e])[:k] for row in logits.tolist()]
+    return torch.tensor(rows, dtype=torch.int64).view(len(logits), k)
+
+
+def shares(logits, chosen, renormalize):
+    p = torch.exp(logits) / torch.exp(logits).sum(1, keepdim=True)
+    kept = torch.stack([p[row, picks] for row, picks in enumerate(chosen)])
+    return p, kept / kept.sum(1, keepdim=True) if renormalize else kept
+
+
+def formula_route(renormalize: bool):
+    def formula(t):
+        chosen = best_of(t["logits"], t["chosen"].shape[1])
+        p, share = shares(t["logits"], chosen, renormalize)
+        return {"chosen": chosen.int(), "share": share, "mass": p.sum(0)}
+
+    return formula
+
+
+def make_route_backward(rng, dtype, size):
+    n, experts, k = size
+    logits = normal(rng, n, experts, dtype=dtype, scale=2)
+    return {
+        "logits": logits,
+        "chosen": best_of(logits.double(), k).int(),
+        "dshare": normal(rng, n, k, dtype=wide(dtype)),
+        "balance": normal(rng, experts, dtype=wide(dtype), scale=0.1),
+        "dlogits": unset(n, experts, dtype=dtype),
+    }
+
+
+def formula_route_backward(renormalize: bool):
+    def formula(t):
+        """Autograd through the forward's formula, for a loss that is linear in shares and mass."""
+        logits = t["logits"].clone().requires_grad_()
+        p, share = shares(logits, t["chosen"].long(), renormalize)
+        ((share * t["dshare"]).sum() + (p.sum(0) * t["balance"]).sum()).backward()
+        return {"dlogits": logits.grad}
+
+    return formula
+
+
+def make_dispatch(rng, dtype, size):
+    n, experts, k = size
+    logits = torch.rand(n, experts, generator=rng) + torch.arange(experts) * 0.1  # skewed
+    return {
+        "chosen": best_of(logits, k).int(),
+        "pairs": torch.full((n * k,), -1),
+        "tokens": torch.full((n * k,), -1),
+        "offsets": torch.full((experts + 1,), -1),
+    }
+
+
+def formula_dispatch(t):
+    k = t["chosen"].shape[1]
+    flat = t["chosen"].flatten().tolist()
+    experts = len(t["offsets"]) - 1
+    pairs = [i for e in range(experts) for i, expert in enumerate(flat) if expert == e]
+    starts = [sum(expert < e for expert in flat) for e in range(experts + 1)]
+    return {
+        "pairs": torch.tensor(pairs),
+        "tokens": torch.tensor([i // k for i in pairs]),
+        "offsets": torch.tensor(starts),
+    }
+
+
+def make_weigh(rng, dtype, size):
+    n, width = size
+    return {
+        "x": normal(rng, n, width, dtype=dtype),
+        "share": normal(rng, 2 * n, dtype=wide(dtype)),
+        "pairs": torch.randperm(2 * n, generator=rng)[:n],
+    }
+
+
+def make_weigh_backward(rng, dtype, size):
+    t = make_weigh(rng, dtype, size)
+    return {**t, "dy": normal(rng, *size, dtype=dtype), "dshare": normal(rng, 2 * size[0], dtype=wide(dtype))}
+
+
+def formula_weigh_backward(t):
+    factor, dshare = t["share"][t["pairs"]][:, None], t["dshare"].clone()
+    dshare[t["pairs"]] = (t["dy"] * t["x"]).sum(1)
+    return {"dshare": dshare, "dy": t["dy"] * factor, "x": t["x"] * factor}
+
+
+ROUTES = ((1, 1, 1), (3, 4, 2), (17, 8, 2), (600, 60, 4), (70, 128, 8), (5, 1024, 1024))
 ROPE = ((1, 1, 2), (3, 7, 6), (17, 3, 64), (700, 3, 34), (60, 9, 128))
 ATTENTION = (
     (1, 1, 1, 0),
@@ -424,5 +523,52 @@ CASES = (
         make_causal_softmax_backward,
         lambda k, t: k.causal_softmax_backward(t["p"], t["dp"], t["delta"], 0.3),
         lambda t: {"dp": t["p"] * (t["dp"] - t["delta"][:, :, None]) * 0.3},
+    ),
+    *(
+        Case(
+            f"route{'+renormalize' * renormalize}",
+            ROUTES,
+            make_route,
+            lambda k, t, renormalize=renormalize: k.route(
+                t["logits"], renormalize, t["chosen"], t["share"], t["mass"]
+            ),
+            formula_route(renormalize),
+        )
+        for renormalize in (False, True)
+    ),
+    *(
+        Case(
+            f"route_backward{'+renormalize' * renormalize}",
+            ROUTES,
+            make_route_backward,
+            lambda k, t, renormalize=renormalize: k.route_backward(
+                t["logits"], t["chosen"], t["dshare"], t["balance"], renormalize, t["dlogits"]
+            ),
+            formula_route_backward(renormalize),
+            terms=1.0,
+        )
+        for renormalize in (False, True)
+    ),
+    Case(
+        "dispatch",
+        ((1, 1, 1), (3, 4, 2), (100, 8, 2), (70, 128, 8), (5, 1024, 3)),
+        make_dispatch,
+        lambda k, t: k.dispatch(t["chosen"], t["pairs"], t["tokens"], t["offsets"]),
+        formula_dispatch,
+    ),
+    Case(
+        "weigh",
+        MATRIX,
+        make_weigh,
+        lambda k, t: k.weigh(t["x"], t["share"], t["pairs"]),
+        lambda t: {"x": t["x"] * t["share"][t["pairs"]][:, None]},
+    ),
+    Case(
+        "weigh_backward",
+        MATRIX,
+        make_weigh_backward,
+        lambda k, t: k.weigh_backward(t["dy"], t["x"], t["share"], t["pairs"], t["dshare"]),
+        formula_weigh_backward,
+        terms=1.0,
     ),
 )

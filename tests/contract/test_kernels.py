@@ -81,6 +81,9 @@ def test_agrees_with_the_formula_in_float64(case, dtype, kernels, rng):
             if name not in want:  # an input
                 assert_same_bits({name: tensor}, got, f"{case.name} {size}")
                 continue
+            if not tensor.is_floating_point():
+                assert torch.equal(got[name], want[name]), f"{size} {name}"
+                continue
             relative, absolute = TOLERANCE[got[name].dtype]
             # A float64 output of float32 arithmetic, or the reverse, is only as good as the worse.
             if tensor.dtype != torch.bfloat16 and case.name.startswith("cast"):
@@ -202,6 +205,24 @@ def test_cross_entropy_with_masked_huge_and_nan_logits(dtype, kernels):
     assert logits[3].isnan().any() and not logits[4].any()
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: str(d)[6:])
+def test_routing_of_equal_huge_and_nan_logits(dtype, kernels):
+    logits = torch.zeros(4, 5)
+    logits[1] = torch.tensor([1.0, 7.0, 1.0, 7.0, 1.0])
+    logits[2, 4] = 1e30
+    logits[3] = math.nan
+    chosen, share = torch.full((4, 3), -1, dtype=torch.int32), torch.empty(4, 3, dtype=wide(dtype))
+    kernels.route(logits.to(dtype), True, chosen, share, torch.empty(5, dtype=wide(dtype)))
+    assert chosen[:3].tolist() == [[0, 1, 2], [1, 3, 0], [4, 0, 1]]
+    assert (
+        int(chosen.min()) >= 0
+        and int(chosen.max()) < 5
+        and all(len(set(row)) == 3 for row in chosen.tolist())
+    )
+    torch.testing.assert_close(share[0], torch.full_like(share[0], 1 / 3))
+    assert share[2].tolist() == [1, 0, 0] and share[3].isnan().all()
+
+
 def test_rmsnorm_of_zero_and_tiny_rows_is_finite(kernels):
     x = torch.stack((torch.zeros(33), torch.full((33,), 1e-30), torch.full((33,), 1e18)))
     out, rstd = torch.empty_like(x), torch.empty(3)
@@ -316,12 +337,24 @@ REFUSED = (
     ("dst has 2 elements", lambda k: k.cast(F(2), F(3))),
     ("grad is float64", lambda k: k.adamw(F(2), F(2), F(2), F(2).double(), None, *ADAMW.values())),
     ("step is 0", lambda k: k.adamw(F(2), F(2), F(2), F(2), None, 1e-3, 0.9, 0.9, 1e-8, 0.0, 0, 1.0)),
+    ("chosen", lambda k: k.dispatch(INT(2, 1) + 3, LONG(2), LONG(2), LONG(4))),
+    ("chosen", lambda k: k.route_backward(F(1, 3), INT(1, 1) - 1, F(1, 1), F(3), False, F(1, 3))),
+    ("3 of 2 experts", lambda k: k.route(F(1, 2), False, INT(1, 3), F(1, 3), F(2))),
+    ("pairs", lambda k: k.weigh(F(1, 4), F(2), LONG(1) + 2)),
     ("offset is -1", lambda k: k.causal_softmax(F(1, 2, 2), -1, 1.0, F(1, 2))),
 )
 
 
 def F(*shape: int) -> torch.Tensor:
     return torch.zeros(shape)
+
+
+def INT(*shape: int) -> torch.Tensor:
+    return torch.zeros(shape, dtype=torch.int32)
+
+
+def LONG(*shape: int) -> torch.Tensor:
+    return torch.zeros(shape, dtype=torch.int64)
 
 
 @pytest.mark.parametrize(("message", "call"), REFUSED, ids=[f"{i} {r[0]}" for i, r in enumerate(REFUSED)])

@@ -14,10 +14,13 @@ from torch import Tensor
 
 from packmule.kernels.contract import Kernels
 from packmule.models import decoder as bodies_of
+from packmule.models import experts as mixture
 from packmule.models.context import Decoder, TokenBatch
 from packmule.models.norms import norm_forward
 from packmule.models.views import TORCH_DTYPES, views
-from packmule.shapes import bodies
+from packmule.shapes import bodies, experts
+from packmule.shapes.blocks import Block
+from packmule.shapes.layer import LayerShape
 from packmule.shapes.layout import TensorSpec, layout
 from packmule.shapes.model import ModelShape
 from packmule.spec.plan import Numerics
@@ -67,23 +70,120 @@ class PlainModel:
             named["weight"] = self.params[shared]["weight"]
         return {name: value.to(TORCH_DTYPES[self.types.compute]) for name, value in named.items()}
 
+    @property
+    def head(self) -> int:
+        """The head's block."""
+        return len(self.blocks) - 1
+
+    @property
+    def openings(self) -> list[int]:
+        """Every layer's first block."""
+        return [block.index for block in self.blocks if block.kind == "layer"]
+
+    def groups(self, layer: int) -> list[Block]:
+        """The blocks with a layer's experts."""
+        return [block for block in self.blocks if block.layer == layer and block.kind == "experts"]
+
     def inputs(self, tokens: int) -> Tensor:
         """A poisoned residual stream."""
         return poisoned([bodies.input_spec(self.shape, tokens, self.types)])["x"]
 
 
-def forward(model: PlainModel, batch: TokenBatch, capacity: int) -> tuple[list[Tensor], list[Named]]:
-    """The input of every layer and of the head, and what each layer saved."""
-    decoder, shape, types = model.decoder, model.shape, model.types
+class Saved(dict[str, Tensor]):
+    """What a layer saved; `routed` and `experts` are those of its mixture, if it is one."""
+
+    routed: Named
+    experts: Named | None
+
+
+def forward(
+    model: PlainModel, batch: TokenBatch, capacity: int, balance: Tensor | None = None
+) -> tuple[list[Tensor], list[Saved]]:
+    """The input of every layer and of the head, and what each layer saved.
+
+    Args:
+        balance: float64 [2, E], to which the experts' loads are added.
+    """
+    decoder, types = model.decoder, model.types
     inputs, saves = [model.inputs(capacity)], []
     bodies_of.embed_forward(decoder, model.weights(0), batch, inputs[0])
-    for i in range(1, shape.layers + 1):
+    for layer, block in zip(model.shape.layer_shapes, model.openings, strict=True):
+        x, weights = inputs[-1], model.weights(block)
         inputs.append(model.inputs(capacity))
-        layer, weights = shape.layer(i), model.weights(i)
-        saves.append(poisoned(bodies.layer_saved(layer, capacity, types)))
+        saved = Saved(poisoned(bodies.layer_saved(layer, capacity, types)))
         scratch = poisoned(bodies.layer_forward_scratch(layer, capacity, types))
-        bodies_of.layer_forward(decoder, layer, weights, batch, inputs[i - 1], saves[-1], scratch, inputs[i])
+        saves.append(saved)
+        if layer.experts is None:
+            bodies_of.layer_forward(decoder, layer, weights, batch, x, saved, scratch, inputs[-1])
+            continue
+        saved.routed = poisoned(experts.routed(layer.experts, layer.hidden, capacity, types))
+        saved.experts = poisoned(experts.experts_saved(layer.experts, capacity, types))
+        mixed = poisoned(experts.mixed(layer.hidden, capacity, types))["mixed"]
+        bodies_of.route_forward(
+            decoder, layer, weights, batch, x, saved, scratch, saved.routed, mixed, balance
+        )
+        for group in model.groups(model.blocks[block].layer):
+            mixture.experts_forward(
+                decoder.kernels, group.experts, model.weights(group.index), batch.tokens, saved.routed,
+                saved.experts, experts_scratch(model, layer, capacity, False, True), mixed,
+            )  # fmt: skip
+        decoder.kernels.cast(inputs[-1][: batch.tokens], mixed[: batch.tokens])
     return inputs, saves
+
+
+def experts_scratch(model: PlainModel, layer: LayerShape, capacity: int, backward: bool, kept: bool) -> Named:
+    """A group's temporaries."""
+    assert layer.experts is not None
+    return poisoned(
+        bodies.experts_scratch(layer.experts, layer.hidden, capacity, model.types, backward, kept)
+    )
+
+
+def layer_backward(
+    model: PlainModel,
+    index: int,
+    batch: TokenBatch,
+    x: Tensor,
+    saved: Saved,
+    dy: Tensor,
+    dx: Tensor,
+    grads: Sequence[Named],
+    first: bool,
+    recompute: bool,
+    even: Tensor | None,
+) -> None:
+    """All blocks of layer number `index`; `even` is the load-balancing loss's gradient."""
+    layer, block, types, capacity = (
+        model.shape.layer_shapes[index],
+        model.openings[index],
+        model.types,
+        len(x),
+    )
+    if recompute:
+        again = Saved(poisoned(bodies.layer_saved(layer, capacity, types)))
+        if layer.experts is not None:
+            again.routed, again.experts = saved.routed, None
+        saved = again
+    scratch = poisoned(bodies.layer_backward_scratch(layer, capacity, types))
+    weights = model.weights(block)
+    if layer.experts is None:
+        bodies_of.layer_backward(
+            model.decoder, layer, weights, batch, x, saved, scratch, dy, dx, grads[block], first, recompute
+        )
+        return
+    dispatched = poisoned(experts.dispatched(layer.experts, layer.hidden, capacity, types))
+    for number, group in enumerate(reversed(model.groups(index))):
+        mixture.experts_backward(
+            model.decoder.kernels, group.experts, model.weights(group.index), batch.tokens, saved.routed,
+            saved.experts, experts_scratch(model, layer, capacity, True, saved.experts is not None), dy,
+            dispatched, grads[group.index], first, number == 0,
+        )  # fmt: skip
+    if even is None:
+        even = torch.zeros(layer.experts.count, dtype=TORCH_DTYPES[types.statistic])
+    bodies_of.route_backward(
+        model.decoder, layer, weights, batch, x, saved, scratch, saved.routed, dispatched, even, dy, dx,
+        grads[block], first, recompute,
+    )  # fmt: skip
 
 
 def plain_step(
@@ -93,7 +193,8 @@ def plain_step(
     recompute: Sequence[bool] | None = None,
     capacity: int | None = None,
 ) -> tuple[float, list[Named]]:
-    """Mean loss over all targets and its gradient by block, depth first: micro-batch 0, then 1, ...
+    """Mean loss over all targets and its gradient by block, micro-batch 0 first, then 1, ... The
+    load-balancing loss of experts is in the gradient alone.
 
     Args:
         recompute: per layer; by default nothing is recomputed.
@@ -105,10 +206,16 @@ def plain_step(
     scale = 1.0 / max(1, sum(batch.targets_count for batch in batches))
     grads = [poisoned(block.specs(types.gradient)) for block in model.blocks]
     reaching: list[Tensor] = []
-    total, head = 0.0, shape.layers + 1
-    for micro, batch in enumerate(batches):
+    total, head, even = 0.0, model.head, None
+    mixtures = [layer.experts for layer in shape.layer_shapes if layer.experts is not None]
+    balance = torch.zeros(2, mixtures[0].count, dtype=torch.float64) if mixtures else None
+    passed = [forward(model, batch, capacity, balance) for batch in batches]
+    if balance is not None:
+        rows = sum(batch.tokens for batch in batches) * len(mixtures)
+        statistic = TORCH_DTYPES[types.statistic]
+        even = mixture.balance_gradient(mixtures[0], balance, rows, statistic)
+    for micro, (batch, (inputs, saves)) in enumerate(zip(batches, passed, strict=True)):
         first = micro == 0
-        inputs, saves = forward(model, batch, capacity)
         dx, head_grads = model.inputs(capacity), dict(grads[head])
         if shape.tied:
             head_grads["weight"] = grads[0]["weight"]
@@ -118,15 +225,9 @@ def plain_step(
             decoder, weights, batch, inputs[-1], scale, chunk, dx, head_grads, scratch, first
         )
         total += loss
-        for i in range(shape.layers, 0, -1):
-            scratch = poisoned(bodies.layer_backward_scratch(shape.layer(i), capacity, types))
-            if recompute[i - 1]:
-                saves[i - 1] = poisoned(bodies.layer_saved(shape.layer(i), capacity, types))
-            dy, dx = dx, (dx if i % 2 else model.inputs(capacity))
-            bodies_of.layer_backward(
-                decoder, shape.layer(i), model.weights(i), batch, inputs[i - 1], saves[i - 1], scratch,
-                dy, dx, grads[i], first, recompute[i - 1],
-            )  # fmt: skip
+        for i in reversed(range(shape.layers)):
+            dy, dx = dx, (model.inputs(capacity) if i % 2 else dx)
+            layer_backward(model, i, batch, inputs[i], saves[i], dy, dx, grads, first, recompute[i], even)
         reaching.append(dx)
     for micro, batch in enumerate(batches):
         bodies_of.embed_backward(
@@ -138,7 +239,7 @@ def plain_step(
 def plain_logits(model: PlainModel, batch: TokenBatch) -> Tensor:
     """[N, V] in the compute dtype."""
     inputs, _ = forward(model, batch, batch.tokens)
-    weights = model.weights(model.shape.layers + 1)
+    weights = model.weights(model.head)
     normed, norm = model.inputs(batch.tokens), model.shape.norm
     saved = poisoned(norm.saved("norm", batch.tokens, model.types.statistic))
     norm_forward(model.decoder.kernels, norm, weights, "norm", inputs[-1], normed, saved)

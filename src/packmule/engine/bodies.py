@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable, Hashable, Iterator
 from dataclasses import replace
 
+import torch
 from torch import Tensor
 
 from packmule.engine.program import Range, Task
@@ -17,8 +18,11 @@ from packmule.engine.runtime import Runtime, Specs, StepState
 from packmule.errors import RunFailed
 from packmule.graph.kinds import BufferKind, TaskKind, Tier
 from packmule.models import decode, decoder
+from packmule.models import experts as mixture
 from packmule.models.views import TORCH_DTYPES
 from packmule.shapes import bodies as shapes
+from packmule.shapes import experts as expert_shapes
+from packmule.shapes.experts import Experts
 from packmule.shapes.layout import ITEMSIZE, Entry
 
 Body = Callable[[Runtime, Task], None]
@@ -94,7 +98,7 @@ def layer_forward(runtime: Runtime, task: Task) -> None:
         _input(runtime, task, task.block),
         _scratch(runtime, task, BufferKind.SAVED, shapes.layer_saved, layer, tokens, types),
         _scratch(runtime, task, BufferKind.SCRATCH, shapes.layer_forward_scratch, layer, tokens, types),
-        _input(runtime, task, task.block + 1),
+        _input(runtime, task, runtime.model.following(task.block)),
     )
 
 
@@ -114,7 +118,143 @@ def layer_backward(runtime: Runtime, task: Task) -> None:
         dy,
         _gradients(runtime, task, task.block),
         first=task.micro == 0,
-        recompute=runtime.model.plan.recompute[task.block - 1],
+        recompute=runtime.model.recomputes(task.block),
+    )
+
+
+# Layers with experts
+
+
+def _experts(runtime: Runtime, task: Task) -> Experts:
+    found = runtime.model.shape.layer(task.block).experts
+    if found is None:
+        raise RuntimeError("a layer without experts")
+    return found
+
+
+def _shared(runtime: Runtime, task: Task, kind: BufferKind) -> dict[str, Tensor]:
+    """A buffer that the blocks of a layer share: ROUTED, MIXED, DISPATCHED."""
+    hidden, types, tokens = runtime.model.shape.hidden, runtime.model.types, _tokens(runtime, task)
+    place = task.get(kind, runtime.model.opening(task.block))
+    if kind == BufferKind.MIXED:
+        return runtime.views(place.offset, runtime.layout(expert_shapes.mixed, hidden, tokens, types))
+    make = expert_shapes.routed if kind == BufferKind.ROUTED else expert_shapes.dispatched
+    return runtime.views(place.offset, runtime.layout(make, _experts(runtime, task), hidden, tokens, types))
+
+
+def _balance(runtime: Runtime, task: Task) -> Tensor | None:
+    """float64 [2, E], where the step balances its experts."""
+    place = task.find(BufferKind.BALANCE, -1)
+    if place is None:
+        return None
+    spec = expert_shapes.balance_spec(_experts(runtime, task))
+    return _tensor(runtime, place.offset, spec.numel, spec.dtype).view(spec.shape)
+
+
+def route_forward(runtime: Runtime, task: Task) -> None:
+    types, tokens = runtime.model.types, _tokens(runtime, task)
+    layer, balance = runtime.model.shape.layer(task.block), _balance(runtime, task)
+    if balance is not None and task.micro == 0 and task.block == runtime.model.first_routed:
+        balance.zero_()
+    decoder.route_forward(
+        runtime.decoder,
+        layer,
+        _weights(runtime, task, task.block),
+        runtime.state.batches[task.micro],
+        _input(runtime, task, task.block),
+        _scratch(runtime, task, BufferKind.SAVED, shapes.layer_saved, layer, tokens, types),
+        _scratch(runtime, task, BufferKind.SCRATCH, shapes.layer_forward_scratch, layer, tokens, types),
+        _shared(runtime, task, BufferKind.ROUTED),
+        _shared(runtime, task, BufferKind.MIXED)["mixed"],
+        balance,
+    )
+
+
+def route_backward(runtime: Runtime, task: Task) -> None:
+    state, types, tokens = runtime.state, runtime.model.types, _tokens(runtime, task)
+    layer, experts, balance = (
+        runtime.model.shape.layer(task.block),
+        _experts(runtime, task),
+        _balance(runtime, task),
+    )
+    statistic = TORCH_DTYPES[types.statistic]
+    even = torch.zeros(experts.count, dtype=statistic)
+    if balance is not None:
+        rows = sum(batch.tokens for batch in state.batches) * runtime.model.routed_layers
+        state.balance = mixture.balance_loss(experts, balance, rows)
+        even = mixture.balance_gradient(experts, balance, rows, statistic)
+    dy = _stream(runtime, task.get(BufferKind.DY, -1))
+    decoder.route_backward(
+        runtime.decoder,
+        layer,
+        _weights(runtime, task, task.block),
+        state.batches[task.micro],
+        _input(runtime, task, task.block),
+        _scratch(runtime, task, BufferKind.SAVED, shapes.layer_saved, layer, tokens, types),
+        _scratch(runtime, task, BufferKind.SCRATCH, shapes.layer_backward_scratch, layer, tokens, types),
+        _shared(runtime, task, BufferKind.ROUTED),
+        _shared(runtime, task, BufferKind.DISPATCHED),
+        even,
+        dy,
+        dy,
+        _gradients(runtime, task, task.block),
+        first=task.micro == 0,
+        recompute=runtime.model.recomputes(task.block),
+    )
+
+
+def _experts_saved(runtime: Runtime, task: Task) -> dict[str, Tensor] | None:
+    """Of all groups of the layer; None where nothing is kept."""
+    place = task.find(BufferKind.SAVED, runtime.model.opening(task.block) + 1)
+    if place is None:
+        return None
+    arguments = (_experts(runtime, task), _tokens(runtime, task), runtime.model.types)
+    return runtime.views(place.offset, runtime.layout(expert_shapes.experts_saved, *arguments))
+
+
+def _experts_scratch(runtime: Runtime, task: Task, backward: bool, kept: bool) -> dict[str, Tensor]:
+    arguments = (
+        _experts(runtime, task),
+        runtime.model.shape.hidden,
+        _tokens(runtime, task),
+        runtime.model.types,
+    )
+    return _scratch(runtime, task, BufferKind.SCRATCH, shapes.experts_scratch, *arguments, backward, kept)
+
+
+def experts_forward(runtime: Runtime, task: Task) -> None:
+    model, batch = runtime.model, runtime.state.batches[task.micro]
+    saved, mixed = _experts_saved(runtime, task), _shared(runtime, task, BufferKind.MIXED)["mixed"]
+    mixture.experts_forward(
+        runtime.kernels,
+        model.blocks[task.block].experts,
+        _weights(runtime, task, task.block),
+        batch.tokens,
+        _shared(runtime, task, BufferKind.ROUTED),
+        saved,
+        _experts_scratch(runtime, task, False, saved is not None),
+        mixed,
+    )
+    if model.closes(task.block):
+        out = _input(runtime, task, model.following(task.block))
+        runtime.kernels.cast(out[: batch.tokens], mixed[: batch.tokens])
+
+
+def experts_backward(runtime: Runtime, task: Task) -> None:
+    model, saved = runtime.model, _experts_saved(runtime, task)
+    mixture.experts_backward(
+        runtime.kernels,
+        model.blocks[task.block].experts,
+        _weights(runtime, task, task.block),
+        runtime.state.batches[task.micro].tokens,
+        _shared(runtime, task, BufferKind.ROUTED),
+        saved,
+        _experts_scratch(runtime, task, True, saved is not None),
+        _stream(runtime, task.get(BufferKind.DY, -1)),
+        _shared(runtime, task, BufferKind.DISPATCHED),
+        _gradients(runtime, task, task.block),
+        first=task.micro == 0,
+        opening=model.closes(task.block),
     )
 
 
@@ -170,22 +310,46 @@ def embed_decode(runtime: Runtime, task: Task) -> None:
     decoder.embed_forward(runtime.decoder, _weights(runtime, task, 0), batch, _input(runtime, task, 1))
 
 
-def layer_decode(runtime: Runtime, task: Task) -> None:
+def _cache(runtime: Runtime, task: Task) -> Tensor:
     types, layer = runtime.model.types, runtime.model.shape.layer(task.block)
     place = task.get(BufferKind.KV)
     positions = place.bytes // shapes.cache_spec(layer, 1, types).bytes
     spec = shapes.cache_spec(layer, positions, types)
-    cache = _tensor(runtime, place.offset, spec.numel, spec.dtype)
-    tokens, count = runtime.state.batches[0].tokens, runtime.state.capacities[0]
+    return _tensor(runtime, place.offset, spec.numel, spec.dtype).view(spec.shape)
+
+
+def _decode_scratch(runtime: Runtime, task: Task, positions: int) -> dict[str, Tensor]:
+    layer, count = runtime.model.shape.layer(task.block), runtime.state.capacities[0]
+    types = runtime.model.types
+    return _scratch(runtime, task, BufferKind.SCRATCH, shapes.decode_scratch, layer, count, positions, types)
+
+
+def layer_decode(runtime: Runtime, task: Task) -> None:
+    cache, tokens = _cache(runtime, task), runtime.state.batches[0].tokens
     decode.layer_decode(
         runtime.decoder,
-        layer,
+        runtime.model.shape.layer(task.block),
         _weights(runtime, task, task.block),
         _input(runtime, task, task.block)[:tokens],
-        cache.view(spec.shape),
+        cache,
         runtime.state.position,
-        _scratch(runtime, task, BufferKind.SCRATCH, shapes.decode_scratch, layer, count, positions, types),
-        _input(runtime, task, task.block + 1)[:tokens],
+        _decode_scratch(runtime, task, cache.shape[2]),
+        _input(runtime, task, runtime.model.following(task.block))[:tokens],
+    )
+
+
+def route_decode(runtime: Runtime, task: Task) -> None:
+    cache, tokens = _cache(runtime, task), runtime.state.batches[0].tokens
+    decode.route_decode(
+        runtime.decoder,
+        runtime.model.shape.layer(task.block),
+        _weights(runtime, task, task.block),
+        _input(runtime, task, task.block)[:tokens],
+        cache,
+        runtime.state.position,
+        _decode_scratch(runtime, task, cache.shape[2]),
+        _shared(runtime, task, BufferKind.ROUTED),
+        _shared(runtime, task, BufferKind.MIXED)["mixed"],
     )
 
 
@@ -386,4 +550,11 @@ BODIES: dict[TaskKind, Body] = {
     TaskKind.EMBED_DECODE: embed_decode,
     TaskKind.LAYER_DECODE: layer_decode,
     TaskKind.HEAD_DECODE: head_decode,
+    TaskKind.ROUTE_FORWARD: route_forward,
+    TaskKind.ROUTE_BACKWARD: route_backward,
+    TaskKind.ROUTE_DECODE: route_decode,
+    TaskKind.EXPERTS_FORWARD: experts_forward,
+    TaskKind.EXPERTS_BACKWARD: experts_backward,
+    TaskKind.READ_ROUTED: _transfer(BufferKind.ROUTED, write=False),
+    TaskKind.WRITE_ROUTED: _transfer(BufferKind.ROUTED, write=True),
 }

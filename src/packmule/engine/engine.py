@@ -63,6 +63,7 @@ class StepResult:
         loss: mean over the targets of the global batch.
         targets: how many.
         grad_norm: before clipping.
+        balance: the load-balancing loss of layers with experts, before its factor; None without.
         timeline: measured.
         graph: what was executed.
     """
@@ -72,6 +73,7 @@ class StepResult:
     grad_norm: float
     timeline: Timeline
     graph: StepGraph
+    balance: float | None = None
 
 
 @dataclass(frozen=True)
@@ -176,7 +178,8 @@ class Engine:
             self._pending = _Pending(update, progress, commit)
         self._committed = commit and not on_fetch
         loss, count = _total(state)
-        return StepResult(loss * state.scale, count, math.sqrt(state.square), timeline, program.graph)
+        norm = math.sqrt(state.square)
+        return StepResult(loss * state.scale, count, norm, timeline, program.graph, state.balance)
 
     @property
     def clean(self) -> bool:

@@ -39,6 +39,7 @@ class StepState:
         progress: what a commit in this graph records.
         position, positions: tokens in the cache so far and at most, when generating.
         losses: per micro-batch, (sum of losses, targets).
+        balance: the load-balancing loss, not multiplied by its factor; None where there is none.
         norms: per block, the sums of squares of its gradients, in parameter order.
     """
 
@@ -50,6 +51,7 @@ class StepState:
     position: int = 0
     positions: int = 0
     losses: dict[int, tuple[float, int]] = field(default_factory=dict)
+    balance: float | None = None
     norms: dict[int, list[float]] = field(default_factory=dict)
 
     @property

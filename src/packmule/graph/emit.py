@@ -280,6 +280,13 @@ class Emitter:
         moved = bodies.layer_moved(layer, tokens, self.model.types) * factor
         return self.costs.compute(matmul * factor, score * attention, moved)
 
+    def experts_seconds(self, block: int, tokens: int, factor: float = 1.0) -> float:
+        """Seconds of a group of experts, if each gets as many tokens as any other."""
+        layer, count = self.model.shape.layer(block), len(self.model.blocks[block].experts)
+        matmul = bodies.experts_flops(layer, tokens, count)
+        moved = bodies.experts_moved(layer, tokens, self.model.types, count)
+        return self.costs.compute(matmul * factor, moved=moved * factor)
+
 
 def _all(ops: list[Op]) -> Op | None:
     if not ops:

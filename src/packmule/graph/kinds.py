@@ -38,6 +38,13 @@ class TaskKind(IntEnum):
     EMBED_DECODE = 19
     LAYER_DECODE = 20
     HEAD_DECODE = 21
+    ROUTE_FORWARD = 22  # attention and router of a layer with experts
+    ROUTE_BACKWARD = 23
+    ROUTE_DECODE = 24
+    EXPERTS_FORWARD = 25  # a group of experts
+    EXPERTS_BACKWARD = 26
+    READ_ROUTED = 27
+    WRITE_ROUTED = 28
 
 
 COMPUTE = frozenset(
@@ -51,6 +58,11 @@ COMPUTE = frozenset(
         TaskKind.EMBED_DECODE,
         TaskKind.LAYER_DECODE,
         TaskKind.HEAD_DECODE,
+        TaskKind.ROUTE_FORWARD,
+        TaskKind.ROUTE_BACKWARD,
+        TaskKind.ROUTE_DECODE,
+        TaskKind.EXPERTS_FORWARD,
+        TaskKind.EXPERTS_BACKWARD,
     }
 )
 
@@ -73,3 +85,7 @@ class BufferKind(IntEnum):
     SCALE = 12  # the clip factor
     KV = 13  # a layer's keys and values, when generating
     LOGITS = 14  # of the last token, when generating
+    ROUTED = 15  # which experts a layer's tokens go to, one micro-batch
+    MIXED = 16  # the residual stream while experts add to it
+    DISPATCHED = 17  # gradients that experts hand on to their router
+    BALANCE = 18  # how much work each expert got in a step

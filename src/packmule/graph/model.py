@@ -34,6 +34,38 @@ class PlannedModel:
         return self.shape.blocks()
 
     @cached_property
+    def _openings(self) -> tuple[int, ...]:
+        return tuple(block.index for block in self.blocks if block.kind == "layer")
+
+    def opening(self, block: int) -> int:
+        """The first block of the layer that a block belongs to."""
+        return self._openings[self.blocks[block].layer]
+
+    def following(self, block: int) -> int:
+        """The block whose input is the output of this one's layer (or of the embedding)."""
+        layer = self.blocks[block].layer + 1
+        return self._openings[layer] if layer < len(self._openings) else len(self.blocks) - 1
+
+    def closes(self, block: int) -> bool:
+        """Whether a block is the last of its layer."""
+        return self.following(block) == block + 1
+
+    @cached_property
+    def routed_layers(self) -> int:
+        """Layers with experts."""
+        return sum(layer.experts is not None for layer in self.shape.layer_shapes)
+
+    @cached_property
+    def first_routed(self) -> int:
+        """The first block of the first of them; -1: there is none."""
+        found = [block.index for block in self.blocks if block.kind == "experts"]
+        return self.opening(found[0]) if found else -1
+
+    def recomputes(self, block: int) -> bool:
+        """Whether the backward of a block's layer runs its forward again."""
+        return self.plan.recompute[self.blocks[block].layer]
+
+    @cached_property
     def plane_bytes(self) -> tuple[int, ...]:
         """Per block, bytes of one plane (masters, and also gradients: same dtype)."""
         return tuple(block.layout(self.types.master).bytes for block in self.blocks)

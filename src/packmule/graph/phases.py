@@ -7,6 +7,7 @@ from functools import partial
 
 from packmule.graph.costs import Costs
 from packmule.graph.emit import HEAD_WORKSPACE, Emitter, Piece
+from packmule.graph.experts import ExpertTasks
 from packmule.graph.kinds import BufferKind, TaskKind, Tier
 from packmule.graph.model import PlannedModel
 from packmule.graph.step import StepGraph
@@ -84,16 +85,22 @@ def build_evaluate(
     emitter = Emitter(model, costs, mean_length)
     head, shape, types = len(model.blocks) - 1, model.shape, model.types
     inputs = {
-        (block, micro): emitter.ram(BufferKind.INPUT, model.input_bytes(tokens), block, micro)
-        for block in range(1, head + 1)
+        (block.index, micro): emitter.ram(BufferKind.INPUT, model.input_bytes(tokens), block.index, micro)
+        for block in model.blocks
+        if block.kind in ("layer", "head")
         for micro, tokens in enumerate(micro_tokens)
     }
+    experts = ExpertTasks(emitter)
 
     def run(block: int, micro: int, weights: list[int]) -> None:
         tokens = micro_tokens[micro]
         if block == 0:
             seconds = costs.compute(moved=2 * model.input_bytes(tokens))
             emitter.core_task(TaskKind.EMBED_FORWARD, seconds, weights, [inputs[1, micro]], 0, micro)
+            return
+        out = inputs.get((model.following(block), micro), -1)
+        if model.blocks[block].kind == "experts":
+            experts.forward(block, micro, tokens, weights, out, keep=False)
             return
         reads = [*weights, inputs[block, micro]]
         if block == head:
@@ -108,11 +115,12 @@ def build_evaluate(
         specs = bodies.layer_saved(layer, tokens, types)
         saved = emitter.ram(BufferKind.SAVED, layout(specs).bytes, block, micro)
         scratch = emitter.scratch(bodies.layer_forward_scratch(layer, tokens, types), block, micro)
+        routes = layer.experts is not None
         emitter.core_task(
-            TaskKind.LAYER_FORWARD,
+            TaskKind.ROUTE_FORWARD if routes else TaskKind.LAYER_FORWARD,
             emitter.forward_seconds(block, tokens),
             reads,
-            [inputs[block + 1, micro], saved, scratch],
+            [*(experts.opened(block, micro, tokens) if routes else [out]), saved, scratch],
             block,
             micro,
             workspace=bodies.layer_workspace(layer, tokens, types),
@@ -131,8 +139,9 @@ def build_decode(model: PlannedModel, costs: Costs, new_tokens: int, most_tokens
     emitter = Emitter(model, costs, float(most_tokens))
     head, shape, types = len(model.blocks) - 1, model.shape, model.types
     offset = emitter.start[Tier.RAM]
+    layers = [block.index for block in model.blocks if block.kind == "layer"]
     caches = {}
-    for block in range(1, head):
+    for block in layers:
         size = bodies.cache_spec(shape.layer(block), most_tokens, types).bytes
         caches[block] = emitter.builder.buffer(BufferKind.KV, Tier.RAM, size, at=offset, block=block)
         offset += round_up(size, PAGE)
@@ -140,12 +149,18 @@ def build_decode(model: PlannedModel, costs: Costs, new_tokens: int, most_tokens
     emitter.start[Tier.RAM] = offset + round_up(4 * shape.vocab, PAGE)
     inputs = {
         block: emitter.ram(BufferKind.INPUT, model.input_bytes(new_tokens), block, 0)
-        for block in range(1, head + 1)
+        for block in [*layers, head]
     }
+    experts = ExpertTasks(emitter)
 
     def run(block: int, micro: int, weights: list[int]) -> None:
         if block == 0:
             emitter.core_task(TaskKind.EMBED_DECODE, costs.task_seconds, weights, [inputs[1]], 0, micro)
+            return
+        moving = model.weight_bytes[block] / costs.memory_bytes
+        if model.blocks[block].kind == "experts":
+            out = inputs[model.following(block)]
+            experts.forward(block, micro, new_tokens, weights, out, keep=False, seconds=moving)
             return
         reads = [*weights, inputs[block]]
         if block == head:
@@ -155,12 +170,13 @@ def build_decode(model: PlannedModel, costs: Costs, new_tokens: int, most_tokens
             return
         layer = shape.layer(block)
         scratch = emitter.scratch(bodies.decode_scratch(layer, new_tokens, most_tokens, types), block, micro)
-        seconds = emitter.forward_seconds(block, new_tokens) + model.weight_bytes[block] / costs.memory_bytes
+        routes = layer.experts is not None
+        outputs = experts.opened(block, micro, new_tokens) if routes else [inputs[model.following(block)]]
         emitter.core_task(
-            TaskKind.LAYER_DECODE,
-            seconds,
+            TaskKind.ROUTE_DECODE if routes else TaskKind.LAYER_DECODE,
+            emitter.forward_seconds(block, new_tokens) + moving,
             [*reads, caches[block]],
-            [inputs[block + 1], caches[block], scratch],
+            [*outputs, caches[block], scratch],
             block,
             micro,
             workspace=bodies.layer_workspace(layer, most_tokens, types),

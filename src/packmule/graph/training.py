@@ -7,11 +7,12 @@ from functools import partial
 
 from packmule.graph.costs import Costs
 from packmule.graph.emit import HEAD_WORKSPACE, Emitter, Op, Piece, Stream, in_order
+from packmule.graph.experts import ExpertTasks
 from packmule.graph.kinds import BufferKind, TaskKind, Tier
 from packmule.graph.model import PlannedModel
 from packmule.graph.step import StepGraph
 from packmule.shapes import bodies
-from packmule.shapes.layout import PAGE, layout
+from packmule.shapes.layout import ITEMSIZE, PAGE, layout, round_up
 
 
 @dataclass
@@ -69,6 +70,7 @@ class _Step:
 
     def __init__(self, model: PlannedModel, costs: Costs, mean_length: float, pending: bool) -> None:
         self.emitter = Emitter(model, costs, mean_length)
+        self.experts = ExpertTasks(self.emitter)
         self.model = model
         self.plan = model.plan
         self.pending = pending
@@ -77,8 +79,9 @@ class _Step:
         self.inputs: dict[tuple[int, int], int] = {}
         self.saved: dict[tuple[int, int], int] = {}
         self.dy: dict[int, int] = {}
-        self.spilled: dict[tuple[int, int], int] = {}
+        self.spilled: dict[tuple[int, int, int], int] = {}
         self.clip_scale = -1
+        self.balanced = False
         self.gradients: dict[int, int] = {}
         self.norms: list[int] = []
 
@@ -129,23 +132,42 @@ class _Step:
         visit.fetch, weights = self._forward_weights(block, update=self.pending and first)
         for micro in micros:
             visit.compute.append(partial(self._forward, block, micro, weights))
-            if self.spills(block):
-                size = self.model.input_bytes(self.tokens[micro])
-                visit.after.append(Piece(None, partial(self._spill, block, micro, size)))
+            for kind in self.spills(block):
+                visit.after.append(Piece(None, partial(self._spill, kind, block, micro)))
         return visit
 
-    def spills(self, block: int) -> bool:
-        """Whether a block's inputs go to disk between forward and backward. Those of the last
-        layers stay: their backward's fetch would come before the store, which lags a visit."""
+    def spills(self, block: int) -> list[BufferKind]:
+        """What goes to disk between the forward and the backward of a block: a layer's input; after
+        its last group of experts, where its tokens went. What the last blocks need stays: their
+        backward's fetch would come before the store, which lags a visit."""
         near = 2 * block > 2 * self.head - self.plan.io.prefetch - 2
-        return self.plan.placement.inputs == "disk" and block > 0 and not near
+        if self.plan.placement.inputs == "ram" or block == 0 or near:
+            return []
+        if self.model.blocks[block].kind == "layer":
+            return [BufferKind.INPUT]
+        return [BufferKind.ROUTED] if self.model.closes(block) else []
 
-    def _spill(self, block: int, micro: int, size: int) -> None:
+    def _spillable(self, kind: BufferKind, block: int) -> tuple[dict[tuple[int, int], int], int]:
+        """The buffers of a kind, and the block whose number they bear."""
+        if kind == BufferKind.INPUT:
+            return self.inputs, block
+        return self.experts.routed, self.model.opening(block)
+
+    def _spill(self, kind: BufferKind, block: int, micro: int) -> None:
         emitter = self.emitter
-        source = self.inputs.pop((block, micro))
-        stored = emitter.builder.buffer(BufferKind.INPUT, Tier.DISK, size, block=block, micro=micro)
-        emitter.disk_task(TaskKind.WRITE_INPUT, size, [source], [stored], block, micro)
-        self.spilled[block, micro] = stored
+        buffers, owner = self._spillable(kind, block)
+        source = buffers.pop((owner, micro))
+        size = self._spilled_bytes(kind, owner, micro)
+        stored = emitter.builder.buffer(kind, Tier.DISK, size, block=owner, micro=micro)
+        task = TaskKind.WRITE_INPUT if kind == BufferKind.INPUT else TaskKind.WRITE_ROUTED
+        emitter.disk_task(task, size, [source], [stored], owner, micro)
+        self.spilled[kind, owner, micro] = stored
+
+    def _spilled_bytes(self, kind: BufferKind, owner: int, micro: int) -> int:
+        tokens = self.tokens[micro]
+        if kind == BufferKind.INPUT:
+            return self.model.input_bytes(tokens)
+        return self.experts.routed_bytes(owner, tokens)
 
     def _forward_weights(self, block: int, update: bool) -> tuple[Stream, list[int]]:
         emitter, model, place = self.emitter, self.model, self.plan.placement
@@ -167,21 +189,36 @@ class _Step:
 
     def _forward(self, block: int, micro: int, weights: list[int]) -> None:
         emitter, model, tokens = self.emitter, self.model, self.tokens[micro]
-        out = self.input(block + 1, micro)
         if block == 0:
             seconds = emitter.costs.compute(moved=2 * model.input_bytes(tokens))
+            out = self.input(model.following(block), micro)
             emitter.core_task(TaskKind.EMBED_FORWARD, seconds, weights, [out], block, micro)
             return
+        keep = not model.recomputes(block)
+        if model.blocks[block].kind == "experts":
+            out = self.input(model.following(block), micro) if model.closes(block) else -1
+            self.experts.forward(block, micro, tokens, weights, out, keep)
+            return
+        layer, kind = model.shape.layer(block), TaskKind.LAYER_FORWARD
+        reads = [*weights, self.input(block, micro)]
+        if layer.experts is None:
+            writes = [self.input(model.following(block), micro)]
+        else:
+            kind, writes = TaskKind.ROUTE_FORWARD, self.experts.opened(block, micro, tokens)
+            balance = self.experts.balance(block)
+            if balance >= 0:
+                reads += [balance] if self.balanced else []
+                writes.append(balance)
+                self.balanced = True
         saved = self.keep_saved(block, micro)
-        if not self.plan.recompute[block - 1]:
+        if keep:
             self.saved[block, micro] = saved
-        layer = model.shape.layer(block)
         scratch = emitter.scratch(bodies.layer_forward_scratch(layer, tokens, model.types), block, micro)
         emitter.core_task(
-            TaskKind.LAYER_FORWARD,
+            kind,
             emitter.forward_seconds(block, tokens),
-            [*weights, self.input(block, micro)],
-            [out, saved, scratch],
+            reads,
+            [*writes, saved, scratch],
             block,
             micro,
             workspace=bodies.layer_workspace(layer, tokens, model.types),
@@ -231,28 +268,33 @@ class _Step:
         visit.fetch, weights = self.emitter.weights(block)
         visit.fetch = list(visit.fetch)
         for micro in micros:
-            if self.spills(block):
-                visit.fetch.append(Piece(partial(self._unspill, block, micro), None))
+            for kind in self.spills(block):
+                visit.fetch.append(Piece(partial(self._unspill, kind, block, micro), None))
             visit.compute.append(partial(self._backward, block, micro, weights))
         return visit
 
-    def _unspill(self, block: int, micro: int) -> None:
-        size = self.model.input_bytes(self.tokens[micro])
-        target = self.input(block, micro)
-        self.emitter.disk_task(
-            TaskKind.READ_INPUT, size, [self.spilled.pop((block, micro))], [target], block, micro
-        )
+    def _unspill(self, kind: BufferKind, block: int, micro: int) -> None:
+        buffers, owner = self._spillable(kind, block)
+        size = self._spilled_bytes(kind, owner, micro)
+        target = buffers[owner, micro] = self.emitter.ram(kind, size, owner, micro)
+        task = TaskKind.READ_INPUT if kind == BufferKind.INPUT else TaskKind.READ_ROUTED
+        self.emitter.disk_task(task, size, [self.spilled.pop((kind, owner, micro))], [target], owner, micro)
 
     def _backward(self, block: int, micro: int, weights: list[int]) -> None:
         emitter, model, tokens = self.emitter, self.model, self.tokens[micro]
-        recompute = self.plan.recompute[block - 1]
+        recompute, dy = model.recomputes(block), self.output_gradient(micro)
+        if model.blocks[block].kind == "experts":
+            self.experts.backward(block, micro, tokens, weights, dy, self.gradient(block), recompute)
+            return
         saved = self.keep_saved(block, micro) if recompute else self.saved.pop((block, micro))
-        layer = model.shape.layer(block)
+        layer, kind = model.shape.layer(block), TaskKind.LAYER_BACKWARD
         scratch = emitter.scratch(bodies.layer_backward_scratch(layer, tokens, model.types), block, micro)
-        dy = self.output_gradient(micro)
         reads = [*weights, self.input(block, micro), dy]
+        if layer.experts is not None:
+            kind, balance = TaskKind.ROUTE_BACKWARD, self.experts.balance(block)
+            reads += [*self.experts.closed(block, micro), *([balance] if balance >= 0 else [])]
         emitter.core_task(
-            TaskKind.LAYER_BACKWARD,
+            kind,
             emitter.forward_seconds(block, tokens, 3.0 if recompute else 2.0, 3.5 if recompute else 2.5),
             reads if recompute else [*reads, saved],
             [dy, self.gradient(block), saved, scratch],
@@ -276,7 +318,8 @@ class _Step:
         """A block's gradient has its last contribution: its norm, then update or storage."""
         emitter, plan = self.emitter, self.plan
         size = self.model.plane_bytes[block]
-        norms = emitter.ram(BufferKind.NORMS, PAGE, block)
+        count = len(self.model.blocks[block].parameters)
+        norms = emitter.ram(BufferKind.NORMS, round_up(count * ITEMSIZE["float64"], PAGE), block)
         self.norms.append(norms)
         gradient = self.gradient(block)
         stream = [

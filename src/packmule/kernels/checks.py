@@ -160,6 +160,65 @@ def causal_softmax_backward(p: Tensor, dp: Tensor, delta: Tensor) -> tuple[int, 
     return batch, n, m
 
 
+MOST_EXPERTS = 1024
+"""Probabilities of one token lie on a kernel's stack."""
+
+
+def route(logits: Tensor, chosen: Tensor, share: Tensor, mass: Tensor) -> tuple[int, int, int]:
+    """(N, E, k)."""
+    c, (n, experts) = _matrix("logits", logits)
+    k = _chosen(chosen, n, experts)
+    _need("share", share, (STATISTIC[c],), (n, k))
+    _need("mass", mass, (STATISTIC[c],), (experts,))
+    return n, experts, k
+
+
+def route_backward(
+    logits: Tensor, chosen: Tensor, dshare: Tensor, balance: Tensor, dlogits: Tensor
+) -> tuple[int, int, int]:
+    """(N, E, k)."""
+    sizes = route(logits, chosen, dshare, balance)
+    _need("dlogits", dlogits, (dtype_name(logits),), sizes[:2])
+    return sizes
+
+
+def _chosen(chosen: Tensor, n: int, experts: int) -> int:
+    k = int(chosen.shape[-1]) if chosen.dim() == 2 else 0
+    _need("chosen", chosen, ("int32",), (n, k))
+    if not 1 <= k <= experts <= MOST_EXPERTS:
+        raise ValueError(f"{k} of {experts} experts, expected 1 <= k <= E <= {MOST_EXPERTS}")
+    return k
+
+
+def dispatch(chosen: Tensor, pairs: Tensor, tokens: Tensor, offsets: Tensor) -> tuple[int, int, int]:
+    """(N, E, k)."""
+    n, experts = len(chosen), offsets.numel() - 1
+    k = _chosen(chosen, n, experts)
+    _need("pairs", pairs, ("int64",), (n * k,))
+    _need("tokens", tokens, ("int64",), (n * k,))
+    _need("offsets", offsets, ("int64",), (experts + 1,))
+    return n, experts, k
+
+
+def weigh(x: Tensor, share: Tensor, pairs: Tensor) -> tuple[int, int, int]:
+    """(n, F, N * k)."""
+    c, (n, width) = _matrix("x", x)
+    shares = share.numel()
+    _need("share", share, (STATISTIC[c],), (shares,))
+    _need("pairs", pairs, ("int64",), (n,))
+    return n, width, shares
+
+
+def weigh_backward(
+    dy: Tensor, x: Tensor, share: Tensor, pairs: Tensor, dshare: Tensor
+) -> tuple[int, int, int]:
+    """(n, F, N * k)."""
+    sizes = weigh(x, share, pairs)
+    _need("dy", dy, (dtype_name(x),), sizes[:2])
+    _need("dshare", dshare, (dtype_name(share),), sizes[2:])
+    return sizes
+
+
 def byte(value: int) -> int:
     """A byte value."""
     if not 0 <= value <= 255:
@@ -171,5 +230,7 @@ OUT_OF_RANGE = {
     "targets": "targets holds an id outside the vocabulary that is not -100",
     "ids": "ids holds an id outside the table",
     "positions": "positions holds one beyond the rows of cos and sin",
+    "chosen": "chosen holds an expert that there is not",
+    "pairs": "pairs holds one beyond the shares",
 }
 """What both families say about an index that is out of range."""

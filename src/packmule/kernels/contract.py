@@ -1,11 +1,11 @@
 """What a kernel family offers: one protocol, implemented by `native` and by `reference`.
 
 Letters: N tokens, H hidden, F feed-forward, V vocabulary, D head dimension, P positions,
-C tokens of a loss chunk, B batch of attention matrices. Dtypes: `c` compute (float32,
-bfloat16 or float64); `s` statistic and `g` gradient, both float64 if c is float64, else
-float32. Tensors are contiguous and on the CPU. Arithmetic is done in `s` and rounded to `c`
-once. Outputs are the caller's; nothing is returned but scalars. A buffer that is only
-written is never read, whatever it holds.
+C tokens of a loss chunk, B batch of attention matrices, E experts, k experts of a token.
+Dtypes: `c` compute (float32, bfloat16 or float64); `s` statistic and `g` gradient, both float64 if
+c is float64, else float32. Tensors are contiguous and on the CPU. Arithmetic is done in `s` and
+rounded to `c` once. Outputs are the caller's; nothing is returned but scalars. A buffer that is
+only written is never read, whatever it holds.
 
 Every method raises ValueError when a shape, dtype, layout or index breaks the contract.
 """
@@ -149,4 +149,55 @@ class Kernels(Protocol):
         """dp = p * (dp - delta) * scale, in place: the gradient of the unscaled scores.
 
         p, dp: c [B, n, m]; delta: s [B, n], each row's sum of p * dp.
+        """
+
+    def route(
+        self,
+        logits: Tensor,
+        renormalize: bool,
+        chosen: Tensor,
+        share: Tensor,
+        mass: Tensor,
+    ) -> None:
+        """The k experts of each token and how much each of them counts (Shazeer et al. 2017).
+
+        p = softmax(row); chosen = the k experts of the largest logits, largest first, of equal
+        ones the lowest; share = p[chosen], divided by its sum where `renormalize`; mass = sum of
+        p over rows. logits: c [N, E], E at most 1024; chosen: int32 [N, k]; share: s [N, k];
+        mass: s [E].
+        """
+
+    def route_backward(
+        self,
+        logits: Tensor,
+        chosen: Tensor,
+        dshare: Tensor,
+        balance: Tensor,
+        renormalize: bool,
+        dlogits: Tensor,
+    ) -> None:
+        """Gradients of `route` from those of its shares and of its probabilities.
+
+        dp = balance, plus at the chosen experts dshare (or, where `renormalize`,
+        (dshare - sum(dshare * share)) / sum(p[chosen])); dlogits = p * (dp - sum(p * dp)).
+        logits, dlogits: c [N, E], may be the same tensor; chosen: int32 [N, k]; dshare: s [N, k];
+        balance: s [E].
+        """
+
+    def dispatch(self, chosen: Tensor, pairs: Tensor, tokens: Tensor, offsets: Tensor) -> None:
+        """Sort (token, rank) pairs by expert, in order of tokens within each.
+
+        Those of expert e are offsets[e]..offsets[e + 1] - 1; pairs: flat index into `chosen`;
+        tokens = pairs // k. chosen: int32 [N, k], below E; pairs, tokens: int64 [N * k];
+        offsets: int64 [E + 1].
+        """
+
+    def weigh(self, x: Tensor, share: Tensor, pairs: Tensor) -> None:
+        """x[i] *= share[pairs[i]], in place. x: c [n, F]; share: s [N * k]; pairs: int64 [n]."""
+
+    def weigh_backward(self, dy: Tensor, x: Tensor, share: Tensor, pairs: Tensor, dshare: Tensor) -> None:
+        """Gradients of `weigh`, and its output again: dshare[pairs[i]] = sum(dy[i] * x[i]), then
+        dy[i] *= share[pairs[i]] and x[i] *= share[pairs[i]], in place.
+
+        dy, x: c [n, F]; share, dshare: s [N * k]; pairs: int64 [n], each at most once.
         """

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 ISAS = ("avx512", "avx2", "scalar")
 """Widest first."""
 
-ABI = 2
+ABI = 3
 CODES = {"float32": 0, "bfloat16": 1, "float64": 2}
 
 _P, _I, _L, _D = ctypes.c_void_p, ctypes.c_int, ctypes.c_int64, ctypes.c_double
@@ -44,6 +44,11 @@ SIGNATURES: dict[str, tuple[Any, ...]] = {
     "adamw": (_I, _I, _L, _P, _P, _P, _P, _P, _P),
     "causal_softmax": (_I, _L, _L, _L, _P, _L, _D, _P),
     "causal_softmax_backward": (_I, _L, _L, _P, _P, _P, _D),
+    "route": (_I, _L, _L, _L, _P, _I, _P, _P, _P),
+    "route_backward": (_I, _L, _L, _L, _P, _P, _P, _P, _I, _P),
+    "dispatch": (_L, _L, _L, _P, _P, _P, _P),
+    "weigh": (_I, _L, _L, _L, _P, _P, _P),
+    "weigh_backward": (_I, _L, _L, _L, _P, _P, _P, _P, _P),
 }
 
 
@@ -265,6 +270,39 @@ class NativeKernels:
         batch, n, m = checks.causal_softmax_backward(p, dp, delta)
         pointers = (p.data_ptr(), dp.data_ptr(), delta.data_ptr())
         self._call("causal_softmax_backward", _code(p), batch * n, m, *pointers, scale)
+
+    def route(self, logits: Tensor, renormalize: bool, chosen: Tensor, share: Tensor, mass: Tensor) -> None:
+        sizes = checks.route(logits, chosen, share, mass)
+        outputs = (chosen.data_ptr(), share.data_ptr(), mass.data_ptr())
+        self._call("route", _code(logits), *sizes, logits.data_ptr(), renormalize, *outputs)
+
+    def route_backward(
+        self,
+        logits: Tensor,
+        chosen: Tensor,
+        dshare: Tensor,
+        balance: Tensor,
+        renormalize: bool,
+        dlogits: Tensor,
+    ) -> None:
+        sizes = checks.route_backward(logits, chosen, dshare, balance, dlogits)
+        inputs = (logits.data_ptr(), chosen.data_ptr(), dshare.data_ptr(), balance.data_ptr(), renormalize)
+        self._call("route_backward", _code(logits), *sizes, *inputs, dlogits.data_ptr(), index="chosen")
+
+    def dispatch(self, chosen: Tensor, pairs: Tensor, tokens: Tensor, offsets: Tensor) -> None:
+        sizes = checks.dispatch(chosen, pairs, tokens, offsets)
+        outputs = (pairs.data_ptr(), tokens.data_ptr(), offsets.data_ptr())
+        self._call("dispatch", *sizes, chosen.data_ptr(), *outputs, index="chosen")
+
+    def weigh(self, x: Tensor, share: Tensor, pairs: Tensor) -> None:
+        sizes = checks.weigh(x, share, pairs)
+        pointers = (x.data_ptr(), share.data_ptr(), pairs.data_ptr())
+        self._call("weigh", _code(x), *sizes, *pointers, index="pairs")
+
+    def weigh_backward(self, dy: Tensor, x: Tensor, share: Tensor, pairs: Tensor, dshare: Tensor) -> None:
+        sizes = checks.weigh_backward(dy, x, share, pairs, dshare)
+        pointers = (dy.data_ptr(), x.data_ptr(), share.data_ptr(), pairs.data_ptr(), dshare.data_ptr())
+        self._call("weigh_backward", _code(x), *sizes, *pointers, index="pairs")
 
 
 def _code(tensor: Tensor) -> int:

@@ -185,3 +185,53 @@ class TorchKernels:
         checks.causal_softmax_backward(p, dp, delta)
         s = _statistic(p)
         dp.copy_(p.to(s) * (dp.to(s) - delta[:, :, None]) * scale)
+
+    def route(self, logits: Tensor, renormalize: bool, chosen: Tensor, share: Tensor, mass: Tensor) -> None:
+        _, _, k = checks.route(logits, chosen, share, mass)
+        p = torch.softmax(logits.to(_statistic(logits)), dim=1)
+        best = torch.sort(logits, dim=1, descending=True, stable=True).indices[:, :k]
+        kept = p.gather(1, best)
+        chosen.copy_(best)
+        share.copy_(kept / kept.sum(dim=1, keepdim=True) if renormalize else kept)
+        mass.copy_(p.sum(dim=0))
+
+    def route_backward(
+        self,
+        logits: Tensor,
+        chosen: Tensor,
+        dshare: Tensor,
+        balance: Tensor,
+        renormalize: bool,
+        dlogits: Tensor,
+    ) -> None:
+        n, experts, _ = checks.route_backward(logits, chosen, dshare, balance, dlogits)
+        _inside("chosen", chosen, experts)
+        p, at = torch.softmax(logits.to(_statistic(logits)), dim=1), chosen.long()
+        given = dshare
+        if renormalize:
+            kept = p.gather(1, at)
+            total = kept.sum(dim=1, keepdim=True)
+            given = (dshare - (dshare * kept / total).sum(dim=1, keepdim=True)) / total
+        dp = balance.expand(n, experts).scatter_add(1, at, given)
+        dlogits.copy_(p * (dp - (p * dp).sum(dim=1, keepdim=True)))
+
+    def dispatch(self, chosen: Tensor, pairs: Tensor, tokens: Tensor, offsets: Tensor) -> None:
+        _, experts, k = checks.dispatch(chosen, pairs, tokens, offsets)
+        _inside("chosen", chosen, experts)
+        flat = chosen.view(-1).long()
+        pairs.copy_(torch.argsort(flat, stable=True))
+        tokens.copy_(pairs // k)
+        offsets.copy_(torch.searchsorted(flat[pairs], torch.arange(experts + 1)))
+
+    def weigh(self, x: Tensor, share: Tensor, pairs: Tensor) -> None:
+        _, _, shares = checks.weigh(x, share, pairs)
+        _inside("pairs", pairs, shares)
+        x.copy_(x.to(share.dtype) * share[pairs][:, None])
+
+    def weigh_backward(self, dy: Tensor, x: Tensor, share: Tensor, pairs: Tensor, dshare: Tensor) -> None:
+        _, _, shares = checks.weigh_backward(dy, x, share, pairs, dshare)
+        _inside("pairs", pairs, shares)
+        factor, wide = share[pairs][:, None], dy.to(share.dtype)
+        dshare[pairs] = (wide * x.to(share.dtype)).sum(dim=1)
+        dy.copy_(wide * factor)
+        x.copy_(x.to(share.dtype) * factor)

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from packmule.models.attention import attend_keys
 from packmule.models.context import Decoder, Tensors
+from packmule.models.experts import open_forward
 from packmule.models.feed_forward import half_of
 from packmule.models.norms import norm_forward
 from packmule.models.products import linear
@@ -44,6 +45,41 @@ def layer_decode(
     Raises:
         ValueError: the tokens run past the cache.
     """
+    middle = _attend(decoder, layer, weights, x, cache, position, scratch)
+    half_of(layer).forward(decoder, layer, weights, middle, scratch, scratch, out)
+
+
+def route_decode(
+    decoder: Decoder,
+    layer: LayerShape,
+    weights: Tensors,
+    x: Tensor,
+    cache: Tensor,
+    position: int,
+    scratch: Tensors,
+    routed: Tensors,
+    mixed: Tensor,
+) -> None:
+    """The first part of a layer with experts; `experts.experts_forward` follows.
+
+    Args:
+        routed, mixed: as in `experts.open_forward`.
+        The others are as in `layer_decode`.
+    """
+    middle = _attend(decoder, layer, weights, x, cache, position, scratch)
+    open_forward(decoder, layer, weights, middle, scratch, scratch, routed, mixed, None)
+
+
+def _attend(
+    decoder: Decoder,
+    layer: LayerShape,
+    weights: Tensors,
+    x: Tensor,
+    cache: Tensor,
+    position: int,
+    scratch: Tensors,
+) -> Tensor:
+    """The attention half: c [n, H] in scratch."""
     n = len(x)
     stop = position + n
     if stop > cache.shape[2]:
@@ -67,7 +103,7 @@ def layer_decode(
         )  # fmt: skip
     middle = scratch["middle"][:n]
     linear(scratch["attention"][:n], weights["o.weight"], middle, scratch, x)
-    half_of(layer).forward(decoder, layer, weights, middle, scratch, scratch, out)
+    return middle
 
 
 def head_logits(decoder: Decoder, weights: Tensors, x: Tensor, scratch: Tensors) -> Tensor:

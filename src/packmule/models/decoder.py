@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from packmule.models import self_attention
+from packmule.models import experts, self_attention
 from packmule.models.context import Decoder, Tensors, TokenBatch
 from packmule.models.feed_forward import half_of
 from packmule.models.norms import norm_backward, norm_forward
@@ -94,6 +94,65 @@ def layer_backward(
         self_attention.forward(decoder, layer, weights, batch, x, saved, scratch, middle)
     half_of(layer).backward(decoder, layer, weights, middle, saved, scratch, dy, dx, grads, first, recompute)
     # dx now holds the gradient of the middle of the residual stream.
+    self_attention.backward(decoder, layer, weights, batch, x, saved, scratch, dx, dx, grads, first)
+
+
+def route_forward(
+    decoder: Decoder,
+    layer: LayerShape,
+    weights: Tensors,
+    batch: TokenBatch,
+    x: Tensor,
+    saved: Tensors,
+    scratch: Tensors,
+    routed: Tensors,
+    mixed: Tensor,
+    balance: Tensor | None,
+) -> None:
+    """The first part of a layer with experts: attention, norm and router. Its experts follow.
+
+    Args:
+        x, saved, scratch: as in `layer_forward`.
+        routed, mixed, balance: as in `experts.open_forward`.
+    """
+    middle = saved["middle"][: batch.tokens]
+    self_attention.forward(decoder, layer, weights, batch, x[: batch.tokens], saved, scratch, middle)
+    experts.open_forward(decoder, layer, weights, middle, saved, scratch, routed, mixed, balance)
+
+
+def route_backward(
+    decoder: Decoder,
+    layer: LayerShape,
+    weights: Tensors,
+    batch: TokenBatch,
+    x: Tensor,
+    saved: Tensors,
+    scratch: Tensors,
+    routed: Tensors,
+    dispatched: Tensors,
+    balance: Tensor,
+    dy: Tensor,
+    dx: Tensor,
+    grads: Tensors,
+    first: bool,
+    recompute: bool,
+) -> None:
+    """Gradients of `route_forward`, after those of the layer's experts.
+
+    Args:
+        routed: as the forward left it, also with `recompute`.
+        dispatched: as all `experts.experts_backward` left it.
+        balance: s [E], as `experts.balance_gradient` makes it.
+        The others are as in `layer_backward`.
+    """
+    n = batch.tokens
+    x, dy, dx, middle = x[:n], dy[:n], dx[:n], saved["middle"][:n]
+    if recompute:
+        self_attention.forward(decoder, layer, weights, batch, x, saved, scratch, middle)
+    experts.close_backward(
+        decoder, layer, weights, middle, saved, scratch, routed, dispatched, balance, dy, dx, grads, first,
+        recompute,
+    )  # fmt: skip
     self_attention.backward(decoder, layer, weights, batch, x, saved, scratch, dx, dx, grads, first)
 
 

@@ -8,7 +8,7 @@ from functools import lru_cache
 
 from packmule.graph.costs import Costs
 from packmule.graph.model import PLANES
-from packmule.shapes import bodies
+from packmule.shapes import bodies, experts
 from packmule.shapes.layout import ITEMSIZE, TensorSpec, layout
 from packmule.shapes.model import ModelShape
 from packmule.spec.plan import Plan
@@ -47,25 +47,35 @@ def ram_bound(shape: ModelShape, plan: Plan, sizes: Sizes) -> int:
     # with. A tied embedding's begins at the head, another's after the last layer.
     embedding = sizes.planes[0] if shape.tied else 0
     at_head = sizes.planes[last] + embedding
-    at_last, at_first = sizes.planes[last - 1] + embedding, sizes.planes[1] + embedding
+    openings = [block.index for block in shape.blocks() if block.kind == "layer"]
+    at_last, at_first = sizes.planes[openings[-1]] + embedding, sizes.planes[1] + embedding
+    at_group = sizes.planes[last - 1] + embedding
     at_end = sizes.planes[0]
     if place.gradients == "ram" and plan.update == "on-fetch":
-        at_head = at_last = at_first = at_end = total
+        at_head = at_group = at_last = at_first = at_end = total
     elif place.gradients == "ram" and plan.update == "after-backward":
         at_first, at_end = total - sizes.planes[0] + embedding, total
         at_last += sizes.planes[last]
+        at_group += sizes.planes[last]
         if plan.order == "depth" and numerics.micro_tokens.count(tokens) > 1:
-            at_head = at_last = at_first  # from the second micro-batch on all are there
+            at_head = at_group = at_last = at_first  # from the second micro-batch on all are there
     stream = tokens * shape.hidden * item
     layer_inputs = step_tokens * shape.hidden * item
     inputs = layer_inputs * shape.layers if place.inputs == "ram" else stream
-    kept_saved = 0
+    kept_saved = kept_experts = 0
     for layer, indices in shape.layer_groups:
         kept = sum(not plan.recompute[index] for index in indices) * (step_tokens // tokens)
         kept_saved += kept * _bytes(bodies.layer_saved, layer, tokens, types)
+        if layer.experts is not None:
+            kept_experts += kept * _bytes(experts.experts_saved, layer.experts, tokens, types)
+            if place.inputs == "ram":
+                where = _bytes(experts.routed, layer.experts, shape.hidden, tokens, types)
+                inputs += where * len(indices) * (step_tokens // tokens)
     chunk = min(numerics.loss_chunk, tokens)
     users = (last, 0) if shape.tied else (last,)
-    head = inputs + stream + kept_saved + _bytes(bodies.head_scratch, shape, chunk, types, True)
+    head = (
+        inputs + stream + kept_saved + kept_experts + _bytes(bodies.head_scratch, shape, chunk, types, True)
+    )
     head += at_head + own_weights * sum(sizes.weights[b] for b in users)
 
     def at_layer(block: int) -> tuple[int, int]:
@@ -74,9 +84,20 @@ def ram_bound(shape: ModelShape, plan: Plan, sizes: Sizes) -> int:
         rest = _bytes(bodies.layer_backward_scratch, layer, tokens, types) + stream
         return _bytes(bodies.layer_saved, layer, tokens, types), rest + own_weights * sizes.weights[block]
 
-    (saved_last, layer_last), (saved_first, layer_first) = at_layer(shape.layers), at_layer(1)
+    def at_experts(block: int) -> int:
+        """Everything at the backward of the last layer's last group of experts; 0: it has none."""
+        own = shape.layer(block).experts
+        if own is None:
+            return 0
+        kept = not plan.recompute[-1]
+        rest = _bytes(bodies.experts_scratch, own, shape.hidden, tokens, types, True, kept)
+        rest += _bytes(experts.dispatched, own, shape.hidden, tokens, types) + stream
+        return rest + inputs + kept_saved + kept_experts + own_weights * sizes.weights[block] + at_group
+
+    (saved_last, layer_last), (saved_first, layer_first) = at_layer(openings[-1]), at_layer(1)
     moments = (
         head,
+        at_experts(last - 1),
         layer_last + inputs + max(saved_last, kept_saved) + at_last,
         layer_first + stream + saved_first + at_first,
         at_end,
@@ -105,12 +126,17 @@ def seconds_bound(
             cores += len(indices) * costs.compute(
                 matmul * (3 + again), attention * (3.5 + again), moved * (3 + again)
             )
+            count = layer.experts.count if layer.experts is not None else 0
+            matmul = bodies.experts_flops(layer, tokens, count)
+            cores += len(indices) * costs.compute(
+                matmul * 3, moved=bodies.experts_moved(layer, tokens, types, count) * 3
+            )
         cores += costs.compute(3 * bodies.head_flops(shape, tokens))
     total = sum(sizes.planes)
     cores += costs.compute(moved=total * (2 * len(PLANES) + 1.5))
     # Layers are fetched twice a pass, embedding and head once; for on-fetch an update serves the first.
     passes = 1 if plan.order == "breadth" else len(numerics.micro_rows)
-    times = [passes - 1, *[2 * passes - 1] * shape.layers, passes - 1]
+    times = [passes - 1, *[2 * passes - 1] * (len(sizes.planes) - 2), passes - 1]
     times[0] += passes if shape.tied else 0
     read = written = 0.0
     if place.state == "disk":

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from itertools import product
 
 from packmule.plan.situation import Situation
+from packmule.shapes.model import ModelShape
 from packmule.spec.plan import Io, Numerics, Placement, Plan, Update
 
 LOSS_CHUNKS = (512, 128)
@@ -94,6 +95,13 @@ def allowed(plan: Plan) -> bool:
     return not (plan.update == "on-backward" and plan.numerics.clip is not None)
 
 
+def balances(shape: ModelShape, plan: Plan) -> bool:
+    """Whether a plan can balance experts, where they are to be. How much work each expert got must be
+    known for the whole step before the first backward: depth-first plans learn it too late."""
+    wanted = any(layer.experts and layer.experts.balance for layer in shape.layer_shapes)
+    return not wanted or plan.order == "breadth"
+
+
 def recompute_choices(layers: int, wanted: bool | None) -> list[tuple[bool, ...]]:
     """How many of the last layers keep their activations (their lives are the shortest)."""
     if wanted is not None:
@@ -125,5 +133,5 @@ def candidates(situation: Situation) -> Iterator[Plan]:
                     io=io,
                     checkpoint=situation.checkpoint,
                 )
-                if allowed(plan):
+                if allowed(plan) and balances(situation.shape, plan):
                     yield plan

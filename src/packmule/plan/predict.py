@@ -33,6 +33,10 @@ PART_NAMES = {
     BufferKind.SCALE: "scratch",
     BufferKind.KV: "keys and values",
     BufferKind.LOGITS: "scratch",
+    BufferKind.ROUTED: "activations",
+    BufferKind.MIXED: "activations",
+    BufferKind.DISPATCHED: "activations",
+    BufferKind.BALANCE: "scratch",
 }
 
 

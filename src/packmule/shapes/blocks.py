@@ -7,7 +7,7 @@ from typing import Literal, NamedTuple
 
 from packmule.shapes.layout import PAGE, Layout, TensorSpec, layout
 
-BlockKind = Literal["embed", "layer", "head"]
+BlockKind = Literal["embed", "layer", "experts", "head"]
 Role = Literal["embedding", "norm", "bias", "matrix"]
 
 
@@ -32,10 +32,13 @@ class Block:
     """One unit of streaming.
 
     Attributes:
-        index: position in the model: embed 0, layers 1..L, head L + 1.
+        index: position in the model: embed first, head last. A layer is one block; one with experts
+            is several: its attention and router, then groups of its experts.
         kind: which task bodies it runs.
         parameters: the tensors this block owns.
         shared: index of the block whose `weight` this head reads as its own (tied), or None.
+        layer: which layer (from 0) it is or belongs to; -1 for embed and head.
+        experts: those of a group.
     """
 
     index: int
@@ -43,6 +46,8 @@ class Block:
     kind: BlockKind
     parameters: tuple[Parameter, ...]
     shared: int | None = None
+    layer: int = -1
+    experts: range = range(0)
 
     def specs(self, dtype: str) -> tuple[TensorSpec, ...]:
         """The owned parameters as tensors of one dtype."""

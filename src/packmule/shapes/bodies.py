@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from packmule.shapes.attention import FLASH_LENGTH, attention_saved, attention_scratch, flash_documents
 from packmule.shapes.blocks import Parameter
+from packmule.shapes.experts import Experts
 from packmule.shapes.layer import LayerShape
 from packmule.shapes.layout import ITEMSIZE, TensorSpec
 from packmule.shapes.model import ModelShape
@@ -138,6 +139,33 @@ def layer_backward_scratch(layer: LayerShape, tokens: int, types: Dtypes) -> tup
     )
 
 
+def experts_scratch(
+    experts: Experts, hidden: int, tokens: int, types: Dtypes, backward: bool, kept: bool
+) -> tuple[TensorSpec, ...]:
+    """Temporaries of one expert at a time, which may get every token.
+
+    Args:
+        kept: `experts_saved` holds gate and up.
+    """
+    c, f = types.compute, experts.width
+    matrices = _matrices(experts.group_parameters(hidden, 1.0, range(1)))
+    gated = (TensorSpec("gate", (tokens, f), c), TensorSpec("up", (tokens, f), c))
+    forward = (
+        TensorSpec("rows", (tokens, hidden), c),
+        TensorSpec("act", (tokens, f), c),
+        *(() if kept else gated),
+        *_wide(matrices, tokens, types),
+    )
+    if not backward:
+        return forward
+    return (
+        *forward,
+        TensorSpec("drows", (tokens, hidden), c),
+        TensorSpec("dact", (tokens, f), c),
+        *_weight_gradient(matrices, types),
+    )
+
+
 def head_scratch(shape: ModelShape, chunk: int, types: Dtypes, train: bool) -> tuple[TensorSpec, ...]:
     """Temporaries of the head for one loss chunk of `chunk` tokens."""
     c, s = types.compute, types.statistic
@@ -217,6 +245,18 @@ def layer_flops(layer: LayerShape, tokens: int, mean_length: float) -> tuple[flo
 def layer_moved(layer: LayerShape, tokens: int, types: Dtypes) -> int:
     """Bytes of activations that a layer's forward reads and writes, besides its products."""
     return (10 * layer.hidden * tokens + layer.feed_forward.moved(tokens)) * ITEMSIZE[types.compute]
+
+
+def experts_moved(layer: LayerShape, tokens: int, types: Dtypes, experts: int) -> float:
+    """The same of a forward through some of its experts."""
+    if layer.experts is None:
+        return 0.0
+    return layer.experts.group_moved(layer.hidden, tokens, experts) * ITEMSIZE[types.compute]
+
+
+def experts_flops(layer: LayerShape, tokens: int, experts: int) -> float:
+    """FLOPs of a forward through some of a layer's experts: those that tokens are routed to."""
+    return layer.experts.group_flops(layer.hidden, tokens, experts) if layer.experts else 0.0
 
 
 def head_flops(shape: ModelShape, tokens: int) -> float:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from packmule.shapes.blocks import Parameter
+from packmule.shapes.experts import Experts
 from packmule.shapes.layout import TensorSpec
 from packmule.shapes.mlp import Activation, FeedForward
 from packmule.shapes.rope import Rope
@@ -80,8 +81,19 @@ class LayerShape:
         """Columns of the keys, and of the values."""
         return self.kv_heads * self.head_dim
 
+    @property
+    def experts(self) -> Experts | None:
+        """The feed-forward half, where it is a mixture of experts."""
+        return self.feed_forward if isinstance(self.feed_forward, Experts) else None
+
+    def expert_parameters(self, experts: range) -> tuple[Parameter, ...]:
+        """What a group of experts owns, in the order it lies in its block."""
+        if self.experts is None:
+            raise ValueError("a layer without experts")
+        return self.experts.group_parameters(self.hidden, 1.0, experts)
+
     def parameters(self) -> tuple[Parameter, ...]:
-        """Everything the layer owns, in the order it lies in a block."""
+        """Everything the layer owns, but for its experts, in the order it lies in a block."""
         h, q, kv = self.hidden, self.query_width, self.key_width
         return (
             *self.norm.parameters("norm1", h),

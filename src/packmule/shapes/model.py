@@ -120,23 +120,27 @@ class ModelShape:
         return tuple((self.layer_shapes[group[0]], tuple(group)) for group in found.values())
 
     def layer(self, block: int) -> LayerShape:
-        """The layer that block number `block` (1..L) is."""
-        return self.layer_shapes[block - 1]
+        """The layer that block number `block` is, or belongs to."""
+        return self.layer_shapes[self._blocks[block].layer]
 
     def blocks(self) -> tuple[Block, ...]:
-        """Embed, layers, head, in forward order."""
+        """Embed, layers (those with experts in several blocks), head, in forward order."""
+        return self._blocks
+
+    @cached_property
+    def _blocks(self) -> tuple[Block, ...]:
         head = [*self.norm.parameters("norm", self.hidden)]
         if not self.tied:
             head.append(Parameter("weight", (self.vocab, self.hidden), "matrix"))
         embed = (Parameter("weight", (self.vocab, self.hidden), "embedding"),)
-        return (
-            Block(0, "embed", "embed", embed),
-            *(
-                Block(i + 1, f"layer{i}", "layer", layer.parameters())
-                for i, layer in enumerate(self.layer_shapes)
-            ),
-            Block(self.layers + 1, "head", "head", tuple(head), 0 if self.tied else None),
-        )
+        found = [Block(0, "embed", "embed", embed)]
+        for i, layer in enumerate(self.layer_shapes):
+            found.append(Block(len(found), f"layer{i}", "layer", layer.parameters(), layer=i))
+            for group, experts in enumerate(layer.experts.ranges() if layer.experts else ()):
+                name, owned = f"layer{i}.experts{group}", layer.expert_parameters(experts)
+                found.append(Block(len(found), name, "experts", owned, layer=i, experts=experts))
+        found.append(Block(len(found), "head", "head", tuple(head), 0 if self.tied else None))
+        return tuple(found)
 
     @property
     def numel(self) -> int:
