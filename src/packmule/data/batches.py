@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from packmule.data.order import permute
+from packmule.data.order import ordered
 from packmule.data.rows import Rows
 from packmule.data.store import TokenStore
 from packmule.spec.batch import IGNORED, Batch
@@ -35,13 +35,7 @@ class Batches:
 
     def row_ids_at(self, cursor: int, count: int) -> tuple[int, ...]:
         """The `count` rows from global position `cursor` on."""
-        n = len(self.rows)
-        found: list[int] = []
-        while len(found) < count:
-            epoch, first = divmod(cursor + len(found), n)
-            last = min(n, first + count - len(found))
-            found += permute(np.arange(first, last), n, self.seed, epoch).tolist()
-        return tuple(found)
+        return ordered(len(self.rows), self.seed, cursor, count)
 
     def micro_batch(self, row_ids: Sequence[int]) -> Batch:
         """The tokens of some rows as one flat stream of documents, rows in the given order."""

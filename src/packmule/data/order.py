@@ -44,6 +44,19 @@ def permute(index: np.ndarray, n: int, seed: int, epoch: int) -> np.ndarray:
     return out.astype(np.int64)
 
 
+def ordered(n: int, seed: int, cursor: int, count: int) -> tuple[int, ...]:
+    """The `count` items from global position `cursor` on, of an endless sequence of epochs over [0, n).
+
+    An epoch ends inside without a gap, and each item comes once per epoch.
+    """
+    found: list[int] = []
+    while len(found) < count:
+        epoch, first = divmod(cursor + len(found), n)
+        last = min(n, first + count - len(found))
+        found += permute(np.arange(first, last), n, seed, epoch).tolist()
+    return tuple(found)
+
+
 def _mix(word: int) -> int:
     """SplitMix64's finalizer (Steele, Lea and Flood 2014) on one integer."""
     word = (word ^ (word >> 30)) * 0xBF58476D1CE4E5B9 & _MASK

@@ -13,6 +13,9 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from packmule.engine.access import gradients as _gradients
+from packmule.engine.access import tensor as _tensor
+from packmule.engine.access import weights as _weights
 from packmule.engine.program import Range, Task
 from packmule.engine.runtime import Runtime, Specs, StepState
 from packmule.errors import RunFailed
@@ -34,27 +37,10 @@ CLIP_EPS = 1e-6
 # Tensors of a task
 
 
-def _tensor(runtime: Runtime, offset: int, count: int, dtype: str) -> Tensor:
-    size = count * ITEMSIZE[dtype]
-    return runtime.bytes[offset : offset + size].view(TORCH_DTYPES[dtype])
-
-
-def _weights(runtime: Runtime, task: Task, block: int) -> dict[str, Tensor]:
-    found = task.find(BufferKind.WEIGHTS, block)
-    if found is not None:
-        return runtime.views(found.offset, runtime.weight_layouts[block])
-    # The master plane comes first in a resident state.
-    return runtime.views(task.get(BufferKind.STATE, block).offset, runtime.plane_layouts[block])
-
-
 def _head_weights(runtime: Runtime, task: Task) -> dict[str, Tensor]:
     shared = runtime.model.blocks[task.block].shared
     own = _weights(runtime, task, task.block)
     return own if shared is None else {**own, "weight": _weights(runtime, task, shared)["weight"]}
-
-
-def _gradients(runtime: Runtime, task: Task, block: int) -> dict[str, Tensor]:
-    return runtime.views(task.get(BufferKind.GRADIENT, block).offset, runtime.plane_layouts[block])
 
 
 def _scratch(
@@ -65,7 +51,7 @@ def _scratch(
 
 def _stream(runtime: Runtime, place: Range) -> Tensor:
     """The residual stream in a buffer: c [tokens, H]."""
-    hidden, dtype = runtime.model.shape.hidden, runtime.model.types.compute
+    hidden, dtype = runtime.model.decoder.hidden, runtime.model.types.compute
     rows = place.bytes // (hidden * ITEMSIZE[dtype])
     return _tensor(runtime, place.offset, rows * hidden, dtype).view(rows, hidden)
 
@@ -89,7 +75,7 @@ def embed_forward(runtime: Runtime, task: Task) -> None:
 
 def layer_forward(runtime: Runtime, task: Task) -> None:
     types, tokens = runtime.model.types, _tokens(runtime, task)
-    layer = runtime.model.shape.layer(task.block)
+    layer = runtime.model.decoder.layer(task.block)
     decoder.layer_forward(
         runtime.decoder,
         layer,
@@ -105,7 +91,7 @@ def layer_forward(runtime: Runtime, task: Task) -> None:
 def layer_backward(runtime: Runtime, task: Task) -> None:
     types, tokens = runtime.model.types, _tokens(runtime, task)
     dy = _stream(runtime, task.get(BufferKind.DY, -1))
-    layer = runtime.model.shape.layer(task.block)
+    layer = runtime.model.decoder.layer(task.block)
     decoder.layer_backward(
         runtime.decoder,
         layer,
@@ -126,7 +112,7 @@ def layer_backward(runtime: Runtime, task: Task) -> None:
 
 
 def _experts(runtime: Runtime, task: Task) -> Experts:
-    found = runtime.model.shape.layer(task.block).experts
+    found = runtime.model.decoder.layer(task.block).experts
     if found is None:
         raise RuntimeError("a layer without experts")
     return found
@@ -134,7 +120,7 @@ def _experts(runtime: Runtime, task: Task) -> Experts:
 
 def _shared(runtime: Runtime, task: Task, kind: BufferKind) -> dict[str, Tensor]:
     """A buffer that the blocks of a layer share: ROUTED, MIXED, DISPATCHED."""
-    hidden, types, tokens = runtime.model.shape.hidden, runtime.model.types, _tokens(runtime, task)
+    hidden, types, tokens = runtime.model.decoder.hidden, runtime.model.types, _tokens(runtime, task)
     place = task.get(kind, runtime.model.opening(task.block))
     if kind == BufferKind.MIXED:
         return runtime.views(place.offset, runtime.layout(expert_shapes.mixed, hidden, tokens, types))
@@ -153,7 +139,7 @@ def _balance(runtime: Runtime, task: Task) -> Tensor | None:
 
 def route_forward(runtime: Runtime, task: Task) -> None:
     types, tokens = runtime.model.types, _tokens(runtime, task)
-    layer, balance = runtime.model.shape.layer(task.block), _balance(runtime, task)
+    layer, balance = runtime.model.decoder.layer(task.block), _balance(runtime, task)
     if balance is not None and task.micro == 0 and task.block == runtime.model.first_routed:
         balance.zero_()
     decoder.route_forward(
@@ -173,7 +159,7 @@ def route_forward(runtime: Runtime, task: Task) -> None:
 def route_backward(runtime: Runtime, task: Task) -> None:
     state, types, tokens = runtime.state, runtime.model.types, _tokens(runtime, task)
     layer, experts, balance = (
-        runtime.model.shape.layer(task.block),
+        runtime.model.decoder.layer(task.block),
         _experts(runtime, task),
         _balance(runtime, task),
     )
@@ -215,7 +201,7 @@ def _experts_saved(runtime: Runtime, task: Task) -> dict[str, Tensor] | None:
 def _experts_scratch(runtime: Runtime, task: Task, backward: bool, kept: bool) -> dict[str, Tensor]:
     arguments = (
         _experts(runtime, task),
-        runtime.model.shape.hidden,
+        runtime.model.decoder.hidden,
         _tokens(runtime, task),
         runtime.model.types,
     )
@@ -259,7 +245,7 @@ def experts_backward(runtime: Runtime, task: Task) -> None:
 
 
 def head_loss(runtime: Runtime, task: Task) -> None:
-    shape, types, tokens = runtime.model.shape, runtime.model.types, _tokens(runtime, task)
+    shape, types, tokens = runtime.model.decoder, runtime.model.types, _tokens(runtime, task)
     shared = runtime.model.blocks[task.block].shared
     chunk = min(runtime.model.plan.numerics.loss_chunk, tokens)
     grads = _gradients(runtime, task, task.block)
@@ -280,7 +266,7 @@ def head_loss(runtime: Runtime, task: Task) -> None:
 
 
 def head_evaluate(runtime: Runtime, task: Task) -> None:
-    shape, types, tokens = runtime.model.shape, runtime.model.types, _tokens(runtime, task)
+    shape, types, tokens = runtime.model.decoder, runtime.model.types, _tokens(runtime, task)
     chunk = min(runtime.model.plan.numerics.loss_chunk, tokens)
     runtime.state.losses[task.micro] = decoder.head_evaluate(
         runtime.decoder,
@@ -311,7 +297,7 @@ def embed_decode(runtime: Runtime, task: Task) -> None:
 
 
 def _cache(runtime: Runtime, task: Task) -> Tensor:
-    types, layer = runtime.model.types, runtime.model.shape.layer(task.block)
+    types, layer = runtime.model.types, runtime.model.decoder.layer(task.block)
     place = task.get(BufferKind.KV)
     positions = place.bytes // shapes.cache_spec(layer, 1, types).bytes
     spec = shapes.cache_spec(layer, positions, types)
@@ -319,7 +305,7 @@ def _cache(runtime: Runtime, task: Task) -> Tensor:
 
 
 def _decode_scratch(runtime: Runtime, task: Task, positions: int) -> dict[str, Tensor]:
-    layer, count = runtime.model.shape.layer(task.block), runtime.state.capacities[0]
+    layer, count = runtime.model.decoder.layer(task.block), runtime.state.capacities[0]
     types = runtime.model.types
     return _scratch(runtime, task, BufferKind.SCRATCH, shapes.decode_scratch, layer, count, positions, types)
 
@@ -328,7 +314,7 @@ def layer_decode(runtime: Runtime, task: Task) -> None:
     cache, tokens = _cache(runtime, task), runtime.state.batches[0].tokens
     decode.layer_decode(
         runtime.decoder,
-        runtime.model.shape.layer(task.block),
+        runtime.model.decoder.layer(task.block),
         _weights(runtime, task, task.block),
         _input(runtime, task, task.block)[:tokens],
         cache,
@@ -342,7 +328,7 @@ def route_decode(runtime: Runtime, task: Task) -> None:
     cache, tokens = _cache(runtime, task), runtime.state.batches[0].tokens
     decode.route_decode(
         runtime.decoder,
-        runtime.model.shape.layer(task.block),
+        runtime.model.decoder.layer(task.block),
         _weights(runtime, task, task.block),
         _input(runtime, task, task.block)[:tokens],
         cache,
@@ -359,10 +345,10 @@ def head_decode(runtime: Runtime, task: Task) -> None:
         runtime.decoder,
         _head_weights(runtime, task),
         _input(runtime, task, task.block)[:tokens],
-        _scratch(runtime, task, BufferKind.SCRATCH, shapes.head_decode_scratch, model.shape, model.types),
+        _scratch(runtime, task, BufferKind.SCRATCH, shapes.head_decode_scratch, model.decoder, model.types),
     )
     place = task.get(BufferKind.LOGITS)
-    _tensor(runtime, place.offset, model.shape.vocab, "float32").copy_(logits)
+    _tensor(runtime, place.offset, model.decoder.vocab, "float32").copy_(logits)
 
 
 # Gradients and updates

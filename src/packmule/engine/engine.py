@@ -15,6 +15,7 @@ from packmule.checkpoint.head import Progress
 from packmule.checkpoint.reader import StateReader
 from packmule.checkpoint.store import StateStore
 from packmule.engine.bodies import BODIES, check_finite
+from packmule.engine.module_bodies import MODULE_BODIES
 from packmule.engine.program import Program
 from packmule.engine.runtime import Runtime, StepState
 from packmule.graph.costs import Costs
@@ -24,7 +25,6 @@ from packmule.graph.run import evaluation_batches, inference_graphs, run_graphs
 from packmule.graph.simulate import simulate
 from packmule.graph.step import StepGraph
 from packmule.kernels.contract import Kernels
-from packmule.models.context import TokenBatch
 from packmule.models.decode import sample
 from packmule.optim.adamw import Update
 from packmule.spec.batch import Batch
@@ -34,6 +34,8 @@ from packmule.tiers.disk import Disk, aligned_buffer
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+    from packmule.models.modules.bodies import ModuleBodies
 
 Stopping = Callable[[], bool]
 
@@ -95,6 +97,7 @@ class Engine:
         disk, folder: where work.bin lies.
         costs: rates; only predictions depend on them.
         needs: which graphs are wanted.
+        modules: the user's own, where the model is made of them.
         poison: test mode: what is not written yet, or released, is NaN; addresses are checked.
     """
 
@@ -108,6 +111,7 @@ class Engine:
         costs: Costs,
         needs: Needs = Needs(),
         poison: bool = False,
+        modules: ModuleBodies | None = None,
     ) -> None:
         self.model = model
         self.needs = needs
@@ -117,8 +121,11 @@ class Engine:
         if poison:
             self.arena.memory[:] = b"\xff" * self.arena.bytes
         work = max(graph.extent(Tier.DISK) for graph in graphs.values())
-        self.runtime = Runtime(model, kernels, store, disk, folder, self.arena, work, needs.sample_tokens)
-        self.programs = {name: Program(self.runtime, graph, BODIES, poison) for name, graph in graphs.items()}
+        self.runtime = Runtime(
+            model, kernels, store, disk, folder, self.arena, work, needs.sample_tokens, modules
+        )
+        bodies = BODIES if modules is None else {**BODIES, **MODULE_BODIES}
+        self.programs = {name: Program(self.runtime, graph, bodies, poison) for name, graph in graphs.items()}
         self._pending: _Pending | None = None
         self._committed = True
         self._running: Program | None = None
@@ -163,7 +170,7 @@ class Engine:
         pending = self._pending
         state = self._state(batches, self.model.plan.numerics.micro_tokens)
         state.scale = 1.0 / max(1, targets)
-        state.update, state.progress = update, progress
+        state.number, state.update, state.progress = update.step, update, progress
         name = "step, commit" if commit else "step"
         if on_fetch:
             name = "first"
@@ -299,7 +306,7 @@ class Engine:
             raise RuntimeError("an update is pending: settle first")
 
     def _state(self, batches: Sequence[Batch], capacities: tuple[int, ...]) -> StepState:
-        state = StepState(batches=[TokenBatch.from_batch(batch) for batch in batches], capacities=capacities)
+        state = StepState(batches=[self.runtime.prepare(batch) for batch in batches], capacities=capacities)
         self.runtime.state = state
         return state
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -21,6 +22,9 @@ from packmule.shapes.layout import Layout, TensorSpec, layout
 from packmule.tiers.arena import Arena
 from packmule.tiers.disk import Disk, Handle
 
+if TYPE_CHECKING:
+    from packmule.models.modules.bodies import ModuleBodies
+
 WORK_NAME = "work.bin"
 
 Specs = Callable[..., tuple[TensorSpec, ...]]
@@ -32,7 +36,8 @@ class StepState:
     """The step (or evaluation, or generation) that bodies work on now.
 
     Attributes:
-        batches: one per micro-batch.
+        batches: one per micro-batch, as `Runtime.prepare` makes them.
+        number: of the step under way, from 1 on; None where nothing is trained.
         capacities: most tokens of each micro-batch, as planned.
         scale: 1 / targets of the global batch.
         update: what this step's updates share; for on-fetch, what the step before left pending.
@@ -43,7 +48,8 @@ class StepState:
         norms: per block, the sums of squares of its gradients, in parameter order.
     """
 
-    batches: list[TokenBatch] = field(default_factory=list)
+    batches: list[Any] = field(default_factory=list)
+    number: int | None = None
     capacities: tuple[int, ...] = ()
     scale: float = 1.0
     update: Update | None = None
@@ -76,6 +82,7 @@ class Runtime:
         arena: at least as large as the largest graph's extent.
         work_bytes: size of work.bin; 0: none is needed.
         positions: of a generated text, which may be longer than a row.
+        modules: the user's own, where the model is made of them.
     """
 
     def __init__(
@@ -88,6 +95,7 @@ class Runtime:
         arena: Arena,
         work_bytes: int,
         positions: int = 0,
+        modules: ModuleBodies | None = None,
     ) -> None:
         numerics = model.plan.numerics
         self.model = model
@@ -96,8 +104,11 @@ class Runtime:
         self.disk = disk
         self.arena = arena
         self.bytes = torch.frombuffer(arena.memory, dtype=torch.uint8)
-        longest = max(numerics.max_seq_length, positions)
-        self.decoder = Decoder.create(kernels, model.shape, model.types, longest)
+        self._decoder: Decoder | None = None
+        self._modules = modules
+        if modules is None:
+            longest = max(numerics.max_seq_length, positions)
+            self._decoder = Decoder.create(kernels, model.decoder, model.types, longest)
         self.rule = AdamW(numerics.optimizer)
         self.state = StepState()
         self.weight_layouts = [block.layout(model.types.compute) for block in model.blocks]
@@ -111,6 +122,24 @@ class Runtime:
                 disk.remove(path)
             disk.create(path, work_bytes)
             self._work = disk.open(path, write=True)
+
+    @property
+    def decoder(self) -> Decoder:
+        """What a decoder's bodies share."""
+        if self._decoder is None:
+            raise RuntimeError("this model is made of a user's own modules")
+        return self._decoder
+
+    @property
+    def modules(self) -> ModuleBodies:
+        """What the bodies of a user's modules share."""
+        if self._modules is None:
+            raise RuntimeError("this model is a decoder")
+        return self._modules
+
+    def prepare(self, batch: Any) -> Any:
+        """A micro-batch as bodies want it: a TokenBatch, or a SampleBatch in the compute dtype."""
+        return TokenBatch.from_batch(batch) if self._modules is None else self._modules.batch(batch)
 
     @property
     def writable(self) -> StateStore:

@@ -20,9 +20,6 @@ from packmule.shapes.layout import PAGE, TensorSpec, layout
 
 Op = Callable[[], None]
 
-HEAD_WORKSPACE = 8 << 20
-"""Bytes torch may hold outside the arena during the head: packing of its matrices."""
-
 READ_AHEAD = 2
 """Chunks of a stream that are read before the first is needed."""
 
@@ -273,16 +270,43 @@ class Emitter:
 
     # Compute
 
-    def forward_seconds(self, block: int, tokens: int, factor: float = 1.0, attention: float = 1.0) -> float:
-        """Seconds of a layer's forward, or of `factor` times its matmuls."""
-        layer = self.model.shape.layer(block)
-        matmul, score = bodies.layer_flops(layer, tokens, self.mean_length)
-        moved = bodies.layer_moved(layer, tokens, self.model.types) * factor
-        return self.costs.compute(matmul * factor, score * attention, moved)
+    def compute(
+        self,
+        kind: TaskKind,
+        tokens: int,
+        reads: list[int],
+        writes: list[int],
+        block: int,
+        micro: int,
+        recompute: bool = True,
+    ) -> None:
+        """A task of the model's own, with the scratch it needs.
+
+        Args:
+            tokens: most tokens of its micro-batch.
+            recompute: a backward runs forward again.
+        """
+        works = self.model.works
+        size = works.scratch(kind, block, tokens)
+        scratch = [self.ram(BufferKind.SCRATCH, size, block, micro)] if size else []
+        self.core_task(
+            kind,
+            works.seconds(kind, block, tokens, self.costs, self.mean_length, recompute),
+            reads,
+            [*writes, *scratch],
+            block,
+            micro,
+            workspace=works.workspace(kind, block, tokens),
+        )
+
+    def saved(self, block: int, tokens: int, micro: int) -> list[int]:
+        """The buffer of what a layer's backward needs from its forward; none where that is nothing."""
+        size = self.model.works.saved(block, tokens)
+        return [self.ram(BufferKind.SAVED, size, block, micro)] if size else []
 
     def experts_seconds(self, block: int, tokens: int, factor: float = 1.0) -> float:
         """Seconds of a group of experts, if each gets as many tokens as any other."""
-        layer, count = self.model.shape.layer(block), len(self.model.blocks[block].experts)
+        layer, count = self.model.decoder.layer(block), len(self.model.blocks[block].experts)
         matmul = bodies.experts_flops(layer, tokens, count)
         moved = bodies.experts_moved(layer, tokens, self.model.types, count)
         return self.costs.compute(matmul * factor, moved=moved * factor)

@@ -31,7 +31,7 @@ class ExpertTasks:
 
     def routed_bytes(self, block: int, tokens: int) -> int:
         """Bytes of ROUTED, whole pages."""
-        specs = experts.routed(self._experts(block), self.model.shape.hidden, tokens, self.model.types)
+        specs = experts.routed(self._experts(block), self.model.decoder.hidden, tokens, self.model.types)
         return round_up(layout(specs).bytes, PAGE)
 
     def balance(self, block: int) -> int:
@@ -46,7 +46,7 @@ class ExpertTasks:
     def opened(self, block: int, micro: int, tokens: int) -> list[int]:
         """ROUTED and MIXED, which a layer's first block is about to write."""
         key, emitter = (block, micro), self.emitter
-        specs = experts.mixed(self.model.shape.hidden, tokens, self.model.types)
+        specs = experts.mixed(self.model.decoder.hidden, tokens, self.model.types)
         size = self.routed_bytes(block, tokens)
         self.routed[key] = emitter.ram(BufferKind.ROUTED, size, block, micro)
         self._mixed[key] = self._ram(BufferKind.MIXED, specs, block, micro)
@@ -75,7 +75,7 @@ class ExpertTasks:
             seconds: more than the arithmetic takes.
         """
         model, key = self.model, (self.model.opening(block), micro)
-        own, hidden = self._experts(block), self.model.shape.hidden
+        own, hidden = self._experts(block), self.model.decoder.hidden
         writes = [self._mixed[key]]
         reads = [*weights, self.routed[key], self._mixed[key]]
         if keep:
@@ -104,7 +104,7 @@ class ExpertTasks:
     ) -> None:
         """One group of experts; gate and up are computed again where `recompute`."""
         model, key = self.model, (self.model.opening(block), micro)
-        own, hidden = self._experts(block), self.model.shape.hidden
+        own, hidden = self._experts(block), self.model.decoder.hidden
         reads = [*weights, self.routed[key], dy]
         if key in self._dispatched:
             reads.append(self._dispatched[key])
@@ -133,7 +133,7 @@ class ExpertTasks:
         return self.emitter.ram(kind, layout(specs).bytes, block, micro)
 
     def _experts(self, block: int) -> Experts:
-        found = self.model.shape.layer(block).experts
+        found = self.model.works.experts(block)
         if found is None:
             raise ValueError(f"block {block} belongs to a layer without experts")
         return found

@@ -6,9 +6,11 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from packmule.graph.kinds import BufferKind, Tier
+from packmule.graph.work import Works, works_of
 from packmule.shapes.bodies import Dtypes, dtypes
-from packmule.shapes.layout import ITEMSIZE, PAGE, round_up
+from packmule.shapes.layout import PAGE, round_up
 from packmule.shapes.model import Block, ModelShape
+from packmule.shapes.module import Shape
 from packmule.spec.plan import Plan
 
 PLANES = ("master", "m", "v")
@@ -19,7 +21,7 @@ PLANES = ("master", "m", "v")
 class PlannedModel:
     """Model shape and plan together; every size a graph needs follows from these two."""
 
-    shape: ModelShape
+    shape: Shape
     plan: Plan
     planes: tuple[str, ...] = PLANES
 
@@ -53,7 +55,7 @@ class PlannedModel:
     @cached_property
     def routed_layers(self) -> int:
         """Layers with experts."""
-        return sum(layer.experts is not None for layer in self.shape.layer_shapes)
+        return sum(self.works.experts(block) is not None for block in self._openings)
 
     @cached_property
     def first_routed(self) -> int:
@@ -91,14 +93,21 @@ class PlannedModel:
         place = self.plan.placement
         return place.state == "ram" and place.weights == "state" and not self.casts
 
+    @property
+    def decoder(self) -> ModelShape:
+        """The shape, of a model that is a decoder."""
+        if not isinstance(self.shape, ModelShape):
+            raise TypeError("modules of a user's own have no decoder's shape")
+        return self.shape
+
     @cached_property
-    def input_itemsize(self) -> int:
-        """Bytes of one element of the residual stream."""
-        return ITEMSIZE[self.types.compute]
+    def works(self) -> Works:
+        """What its compute tasks take."""
+        return works_of(self.shape, self.types, self.plan.numerics.loss_chunk, self.plane_bytes)
 
     def input_bytes(self, tokens: int) -> int:
         """Bytes of one block input, whole pages."""
-        return round_up(tokens * self.shape.hidden * self.input_itemsize, PAGE)
+        return round_up(self.shape.stream_bytes(tokens, self.types), PAGE)
 
     @cached_property
     def residents(self) -> Residents:

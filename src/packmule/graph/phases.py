@@ -6,14 +6,14 @@ from collections.abc import Callable
 from functools import partial
 
 from packmule.graph.costs import Costs
-from packmule.graph.emit import HEAD_WORKSPACE, Emitter, Piece
+from packmule.graph.emit import Emitter, Piece
 from packmule.graph.experts import ExpertTasks
 from packmule.graph.kinds import BufferKind, TaskKind, Tier
 from packmule.graph.model import PlannedModel
 from packmule.graph.step import StepGraph
 from packmule.graph.training import Visit, arrange
 from packmule.shapes import bodies
-from packmule.shapes.layout import PAGE, layout, round_up
+from packmule.shapes.layout import PAGE, round_up
 
 
 def build_load(model: PlannedModel, costs: Costs) -> StepGraph:
@@ -83,7 +83,7 @@ def build_evaluate(
         micro_tokens: most tokens of each micro-batch.
     """
     emitter = Emitter(model, costs, mean_length)
-    head, shape, types = len(model.blocks) - 1, model.shape, model.types
+    head = len(model.blocks) - 1
     inputs = {
         (block.index, micro): emitter.ram(BufferKind.INPUT, model.input_bytes(tokens), block.index, micro)
         for block in model.blocks
@@ -95,8 +95,7 @@ def build_evaluate(
     def run(block: int, micro: int, weights: list[int]) -> None:
         tokens = micro_tokens[micro]
         if block == 0:
-            seconds = costs.compute(moved=2 * model.input_bytes(tokens))
-            emitter.core_task(TaskKind.EMBED_FORWARD, seconds, weights, [inputs[1, micro]], 0, micro)
+            emitter.compute(TaskKind.EMBED_FORWARD, tokens, weights, [inputs[1, micro]], 0, micro)
             return
         out = inputs.get((model.following(block), micro), -1)
         if model.blocks[block].kind == "experts":
@@ -104,27 +103,13 @@ def build_evaluate(
             return
         reads = [*weights, inputs[block, micro]]
         if block == head:
-            chunk = min(model.plan.numerics.loss_chunk, tokens)
-            scratch = emitter.scratch(bodies.head_scratch(shape, chunk, types, train=False), block, micro)
-            seconds = costs.compute(bodies.head_flops(shape, tokens))
-            emitter.core_task(
-                TaskKind.HEAD_EVALUATE, seconds, reads, [scratch], block, micro, workspace=HEAD_WORKSPACE
-            )
+            emitter.compute(TaskKind.HEAD_EVALUATE, tokens, reads, [], block, micro)
             return
-        layer = shape.layer(block)
-        specs = bodies.layer_saved(layer, tokens, types)
-        saved = emitter.ram(BufferKind.SAVED, layout(specs).bytes, block, micro)
-        scratch = emitter.scratch(bodies.layer_forward_scratch(layer, tokens, types), block, micro)
-        routes = layer.experts is not None
-        emitter.core_task(
-            TaskKind.ROUTE_FORWARD if routes else TaskKind.LAYER_FORWARD,
-            emitter.forward_seconds(block, tokens),
-            reads,
-            [*(experts.opened(block, micro, tokens) if routes else [out]), saved, scratch],
-            block,
-            micro,
-            workspace=bodies.layer_workspace(layer, tokens, types),
-        )
+        routes = model.works.experts(block) is not None
+        kind = TaskKind.ROUTE_FORWARD if routes else TaskKind.LAYER_FORWARD
+        writes = experts.opened(block, micro, tokens) if routes else [out]
+        writes += emitter.saved(block, tokens, micro)
+        emitter.compute(kind, tokens, reads, writes, block, micro)
 
     _forward_all(emitter, range(len(micro_tokens)), run)
     return emitter.build()
@@ -137,7 +122,7 @@ def build_decode(model: PlannedModel, costs: Costs, new_tokens: int, most_tokens
     graph of one generation, right above the run's own residents.
     """
     emitter = Emitter(model, costs, float(most_tokens))
-    head, shape, types = len(model.blocks) - 1, model.shape, model.types
+    head, shape, types = len(model.blocks) - 1, model.decoder, model.types
     offset = emitter.start[Tier.RAM]
     layers = [block.index for block in model.blocks if block.kind == "layer"]
     caches = {}
@@ -171,10 +156,12 @@ def build_decode(model: PlannedModel, costs: Costs, new_tokens: int, most_tokens
         layer = shape.layer(block)
         scratch = emitter.scratch(bodies.decode_scratch(layer, new_tokens, most_tokens, types), block, micro)
         routes = layer.experts is not None
+        seconds = model.works.seconds(TaskKind.LAYER_FORWARD, block, new_tokens, costs, emitter.mean_length)
         outputs = experts.opened(block, micro, new_tokens) if routes else [inputs[model.following(block)]]
         emitter.core_task(
             TaskKind.ROUTE_DECODE if routes else TaskKind.LAYER_DECODE,
-            emitter.forward_seconds(block, new_tokens) + moving,
+            model.works.seconds(TaskKind.LAYER_FORWARD, block, new_tokens, costs, emitter.mean_length)
+            + moving,
             [*reads, caches[block]],
             [*outputs, caches[block], scratch],
             block,

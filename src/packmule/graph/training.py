@@ -6,13 +6,12 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from packmule.graph.costs import Costs
-from packmule.graph.emit import HEAD_WORKSPACE, Emitter, Op, Piece, Stream, in_order
+from packmule.graph.emit import Emitter, Op, Piece, Stream, in_order
 from packmule.graph.experts import ExpertTasks
 from packmule.graph.kinds import BufferKind, TaskKind, Tier
 from packmule.graph.model import PlannedModel
 from packmule.graph.step import StepGraph
-from packmule.shapes import bodies
-from packmule.shapes.layout import ITEMSIZE, PAGE, layout, round_up
+from packmule.shapes.layout import ITEMSIZE, PAGE, round_up
 
 
 @dataclass
@@ -77,7 +76,7 @@ class _Step:
         self.tokens = model.plan.numerics.micro_tokens
         self.head = len(model.blocks) - 1
         self.inputs: dict[tuple[int, int], int] = {}
-        self.saved: dict[tuple[int, int], int] = {}
+        self.saved: dict[tuple[int, int], list[int]] = {}
         self.dy: dict[int, int] = {}
         self.spilled: dict[tuple[int, int, int], int] = {}
         self.clip_scale = -1
@@ -109,11 +108,6 @@ class _Step:
                 size = self.model.plane_bytes[block]
                 self.gradients[block] = self.emitter.ram(BufferKind.GRADIENT, size, block)
         return self.gradients[block]
-
-    def keep_saved(self, block: int, micro: int) -> int:
-        specs = bodies.layer_saved(self.model.shape.layer(block), self.tokens[micro], self.model.types)
-        size = layout(specs).bytes
-        return self.emitter.ram(BufferKind.SAVED, size, block, micro)
 
     @property
     def scale(self) -> int | None:
@@ -190,18 +184,16 @@ class _Step:
     def _forward(self, block: int, micro: int, weights: list[int]) -> None:
         emitter, model, tokens = self.emitter, self.model, self.tokens[micro]
         if block == 0:
-            seconds = emitter.costs.compute(moved=2 * model.input_bytes(tokens))
             out = self.input(model.following(block), micro)
-            emitter.core_task(TaskKind.EMBED_FORWARD, seconds, weights, [out], block, micro)
+            emitter.compute(TaskKind.EMBED_FORWARD, tokens, weights, [out], block, micro)
             return
         keep = not model.recomputes(block)
         if model.blocks[block].kind == "experts":
             out = self.input(model.following(block), micro) if model.closes(block) else -1
             self.experts.forward(block, micro, tokens, weights, out, keep)
             return
-        layer, kind = model.shape.layer(block), TaskKind.LAYER_FORWARD
-        reads = [*weights, self.input(block, micro)]
-        if layer.experts is None:
+        kind, reads = TaskKind.LAYER_FORWARD, [*weights, self.input(block, micro)]
+        if model.works.experts(block) is None:
             writes = [self.input(model.following(block), micro)]
         else:
             kind, writes = TaskKind.ROUTE_FORWARD, self.experts.opened(block, micro, tokens)
@@ -210,19 +202,10 @@ class _Step:
                 reads += [balance] if self.balanced else []
                 writes.append(balance)
                 self.balanced = True
-        saved = self.keep_saved(block, micro)
+        saved = emitter.saved(block, tokens, micro)
         if keep:
             self.saved[block, micro] = saved
-        scratch = emitter.scratch(bodies.layer_forward_scratch(layer, tokens, model.types), block, micro)
-        emitter.core_task(
-            kind,
-            emitter.forward_seconds(block, tokens),
-            reads,
-            [*writes, saved, scratch],
-            block,
-            micro,
-            workspace=bodies.layer_workspace(layer, tokens, model.types),
-        )
+        emitter.compute(kind, tokens, reads, [*writes, *saved], block, micro)
 
     def loss(self, micros: list[int]) -> Visit:
         """The head: forward and backward at once, in chunks of tokens."""
@@ -240,30 +223,20 @@ class _Step:
         return visit
 
     def _loss(self, micro: int, weights: list[int], shared: int | None) -> None:
-        emitter, model, tokens, block = self.emitter, self.model, self.tokens[micro], self.head
-        chunk = min(self.plan.numerics.loss_chunk, tokens)
-        scratch = emitter.scratch(
-            bodies.head_scratch(model.shape, chunk, model.types, train=True), block, micro
-        )
+        block = self.head
         owners = [block] if shared is None else [block, shared]
-        flops = 3 * bodies.head_flops(model.shape, tokens)
-        moved = 3.0 * tokens * model.shape.vocab * model.input_itemsize
-        moved += 3.0 * (tokens / chunk) * sum(model.plane_bytes[owner] for owner in owners)
-        emitter.core_task(
-            TaskKind.HEAD_LOSS,
-            emitter.costs.compute(flops, moved=moved),
-            [*weights, self.input(block, micro)],
-            [self.output_gradient(micro), *(self.gradient(owner) for owner in owners), scratch],
-            block,
-            micro,
-            workspace=HEAD_WORKSPACE,
-        )
+        writes = [self.output_gradient(micro), *(self.gradient(owner) for owner in owners)]
+        reads = [*weights, self.input(block, micro)]
+        self.emitter.compute(TaskKind.HEAD_LOSS, self.tokens[micro], reads, writes, block, micro)
 
     def backward(self, block: int, micros: list[int]) -> Visit:
         """Fetch weights and spilled inputs, run; the aftermath is `complete`'s."""
         visit = Visit()
         if block == 0:
-            visit.compute = [partial(self._embed_backward, micro) for micro in micros]
+            embedding: list[int] = []
+            if self.model.works.embed_backward_reads_weights:
+                visit.fetch, embedding = self.emitter.weights(block)
+            visit.compute = [partial(self._embed_backward, micro, embedding) for micro in micros]
             return visit
         visit.fetch, weights = self.emitter.weights(block)
         visit.fetch = list(visit.fetch)
@@ -286,33 +259,18 @@ class _Step:
         if model.blocks[block].kind == "experts":
             self.experts.backward(block, micro, tokens, weights, dy, self.gradient(block), recompute)
             return
-        saved = self.keep_saved(block, micro) if recompute else self.saved.pop((block, micro))
-        layer, kind = model.shape.layer(block), TaskKind.LAYER_BACKWARD
-        scratch = emitter.scratch(bodies.layer_backward_scratch(layer, tokens, model.types), block, micro)
-        reads = [*weights, self.input(block, micro), dy]
-        if layer.experts is not None:
+        saved = emitter.saved(block, tokens, micro) if recompute else self.saved.pop((block, micro))
+        kind, reads = TaskKind.LAYER_BACKWARD, [*weights, self.input(block, micro), dy]
+        if model.works.experts(block) is not None:
             kind, balance = TaskKind.ROUTE_BACKWARD, self.experts.balance(block)
             reads += [*self.experts.closed(block, micro), *([balance] if balance >= 0 else [])]
-        emitter.core_task(
-            kind,
-            emitter.forward_seconds(block, tokens, 3.0 if recompute else 2.0, 3.5 if recompute else 2.5),
-            reads if recompute else [*reads, saved],
-            [dy, self.gradient(block), saved, scratch],
-            block,
-            micro,
-            workspace=bodies.layer_workspace(layer, tokens, model.types),
-        )
+        reads += [] if recompute else saved
+        writes = [dy, self.gradient(block), *saved]
+        emitter.compute(kind, tokens, reads, writes, block, micro, recompute)
 
-    def _embed_backward(self, micro: int) -> None:
-        size = self.model.input_bytes(self.tokens[micro])
-        self.emitter.core_task(
-            TaskKind.EMBED_BACKWARD,
-            self.emitter.costs.compute(moved=4 * size),
-            [self.output_gradient(micro)],
-            [self.gradient(0)],
-            0,
-            micro,
-        )
+    def _embed_backward(self, micro: int, weights: list[int]) -> None:
+        reads = [*weights, self.output_gradient(micro)]
+        self.emitter.compute(TaskKind.EMBED_BACKWARD, self.tokens[micro], reads, [self.gradient(0)], 0, micro)
 
     def complete(self, block: int) -> Stream:
         """A block's gradient has its last contribution: its norm, then update or storage."""

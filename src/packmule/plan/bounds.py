@@ -7,10 +7,13 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from packmule.graph.costs import Costs
+from packmule.graph.kinds import TaskKind
 from packmule.graph.model import PLANES
+from packmule.graph.work import works_of
 from packmule.shapes import bodies, experts
-from packmule.shapes.layout import ITEMSIZE, TensorSpec, layout
+from packmule.shapes.layout import TensorSpec, layout
 from packmule.shapes.model import ModelShape
+from packmule.shapes.module import Shape
 from packmule.spec.plan import Plan
 
 
@@ -22,7 +25,7 @@ class Sizes:
     weights: tuple[int, ...]
 
     @classmethod
-    def of(cls, shape: ModelShape, precision: str) -> Sizes:
+    def of(cls, shape: Shape, precision: str) -> Sizes:
         """One plane, and the compute weights, of each block."""
         types = bodies.DTYPES[precision]
         blocks = shape.blocks()
@@ -32,10 +35,11 @@ class Sizes:
         )
 
 
-def ram_bound(shape: ModelShape, plan: Plan, sizes: Sizes) -> int:
+def ram_bound(shape: Shape, plan: Plan, sizes: Sizes) -> int:
     """Bytes of the arena that no arrangement of this plan's buffers can avoid."""
     types, place, numerics = bodies.dtypes(plan.numerics), plan.placement, plan.numerics
-    item = ITEMSIZE[types.compute]
+    works = works_of(shape, types, numerics.loss_chunk, sizes.planes)
+    hidden = shape.hidden if isinstance(shape, ModelShape) else 0  # only experts ask
     tokens = max(numerics.micro_tokens)
     step_tokens = sum(numerics.micro_tokens) if plan.order == "breadth" else tokens
     total, last = sum(sizes.planes), len(sizes.planes) - 1
@@ -59,39 +63,37 @@ def ram_bound(shape: ModelShape, plan: Plan, sizes: Sizes) -> int:
         at_group += sizes.planes[last]
         if plan.order == "depth" and numerics.micro_tokens.count(tokens) > 1:
             at_head = at_group = at_last = at_first  # from the second micro-batch on all are there
-    stream = tokens * shape.hidden * item
-    layer_inputs = step_tokens * shape.hidden * item
+    stream = shape.stream_bytes(tokens, types)
+    layer_inputs = shape.stream_bytes(step_tokens, types)
     inputs = layer_inputs * shape.layers if place.inputs == "ram" else stream
     kept_saved = kept_experts = 0
-    for layer, indices in shape.layer_groups:
+    for _, indices in shape.layer_groups:
+        block = openings[indices[0]]
         kept = sum(not plan.recompute[index] for index in indices) * (step_tokens // tokens)
-        kept_saved += kept * _bytes(bodies.layer_saved, layer, tokens, types)
-        if layer.experts is not None:
-            kept_experts += kept * _bytes(experts.experts_saved, layer.experts, tokens, types)
+        kept_saved += kept * works.saved(block, tokens)
+        own = works.experts(block)
+        if own is not None:
+            kept_experts += kept * _bytes(experts.experts_saved, own, tokens, types)
             if place.inputs == "ram":
-                where = _bytes(experts.routed, layer.experts, shape.hidden, tokens, types)
+                where = _bytes(experts.routed, own, hidden, tokens, types)
                 inputs += where * len(indices) * (step_tokens // tokens)
-    chunk = min(numerics.loss_chunk, tokens)
     users = (last, 0) if shape.tied else (last,)
-    head = (
-        inputs + stream + kept_saved + kept_experts + _bytes(bodies.head_scratch, shape, chunk, types, True)
-    )
+    head = inputs + stream + kept_saved + kept_experts + works.scratch(TaskKind.HEAD_LOSS, last, tokens)
     head += at_head + own_weights * sum(sizes.weights[b] for b in users)
 
     def at_layer(block: int) -> tuple[int, int]:
         """(saved, the rest) at a layer's backward."""
-        layer = shape.layer(block)
-        rest = _bytes(bodies.layer_backward_scratch, layer, tokens, types) + stream
-        return _bytes(bodies.layer_saved, layer, tokens, types), rest + own_weights * sizes.weights[block]
+        rest = works.scratch(TaskKind.LAYER_BACKWARD, block, tokens) + stream
+        return works.saved(block, tokens), rest + own_weights * sizes.weights[block]
 
     def at_experts(block: int) -> int:
         """Everything at the backward of the last layer's last group of experts; 0: it has none."""
-        own = shape.layer(block).experts
+        own = works.experts(block)
         if own is None:
             return 0
         kept = not plan.recompute[-1]
-        rest = _bytes(bodies.experts_scratch, own, shape.hidden, tokens, types, True, kept)
-        rest += _bytes(experts.dispatched, own, shape.hidden, tokens, types) + stream
+        rest = _bytes(bodies.experts_scratch, own, hidden, tokens, types, True, kept)
+        rest += _bytes(experts.dispatched, own, hidden, tokens, types) + stream
         return rest + inputs + kept_saved + kept_experts + own_weights * sizes.weights[block] + at_group
 
     (saved_last, layer_last), (saved_first, layer_first) = at_layer(openings[-1]), at_layer(1)
@@ -112,26 +114,32 @@ def _bytes(make: Callable[..., tuple[TensorSpec, ...]], *arguments: Hashable) ->
 
 
 def seconds_bound(
-    shape: ModelShape, plan: Plan, sizes: Sizes, costs: Costs, mean_length: float
+    shape: Shape, plan: Plan, sizes: Sizes, costs: Costs, mean_length: float
 ) -> tuple[float, float]:
     """Seconds that (cores, disk) are busy; no step is shorter than either."""
     numerics, place = plan.numerics, plan.placement
     types = bodies.dtypes(numerics)
+    works = works_of(shape, types, numerics.loss_chunk, sizes.planes)
+    openings = [block.index for block in shape.blocks() if block.kind == "layer"]
     cores = 0.0
-    again = sum(plan.recompute) / shape.layers
     for tokens in numerics.micro_tokens:
-        for layer, indices in shape.layer_groups:
-            matmul, attention = bodies.layer_flops(layer, tokens, mean_length)
-            moved = bodies.layer_moved(layer, tokens, types)
-            cores += len(indices) * costs.compute(
-                matmul * (3 + again), attention * (3.5 + again), moved * (3 + again)
-            )
-            count = layer.experts.count if layer.experts is not None else 0
-            matmul = bodies.experts_flops(layer, tokens, count)
-            cores += len(indices) * costs.compute(
-                matmul * 3, moved=bodies.experts_moved(layer, tokens, types, count) * 3
-            )
-        cores += costs.compute(3 * bodies.head_flops(shape, tokens))
+
+        def seconds(kind: TaskKind, block: int, recompute: bool = True, tokens: int = tokens) -> float:
+            return works.seconds(kind, block, tokens, costs, mean_length, recompute)
+
+        for _, indices in shape.layer_groups:
+            block, again = openings[indices[0]], sum(plan.recompute[index] for index in indices)
+            cores += len(indices) * seconds(TaskKind.LAYER_FORWARD, block)
+            cores += again * seconds(TaskKind.LAYER_BACKWARD, block, True)
+            cores += (len(indices) - again) * seconds(TaskKind.LAYER_BACKWARD, block, False)
+            own = works.experts(block)
+            if own is not None and isinstance(shape, ModelShape):
+                layer = shape.layer(block)
+                matmul = 3 * bodies.experts_flops(layer, tokens, own.count)
+                moved = 3 * bodies.experts_moved(layer, tokens, types, own.count)
+                cores += len(indices) * costs.compute(matmul, moved=moved)
+        cores += seconds(TaskKind.EMBED_FORWARD, 0) + seconds(TaskKind.EMBED_BACKWARD, 0)
+        cores += seconds(TaskKind.HEAD_LOSS, len(sizes.planes) - 1)
     total = sum(sizes.planes)
     cores += costs.compute(moved=total * (2 * len(PLANES) + 1.5))
     # Layers are fetched twice a pass, embedding and head once; for on-fetch an update serves the first.

@@ -7,6 +7,7 @@ from itertools import product
 
 from packmule.plan.situation import Situation
 from packmule.shapes.model import ModelShape
+from packmule.shapes.module import Shape
 from packmule.spec.plan import Io, Numerics, Placement, Plan, Update
 
 LOSS_CHUNKS = (512, 128)
@@ -95,10 +96,11 @@ def allowed(plan: Plan) -> bool:
     return not (plan.update == "on-backward" and plan.numerics.clip is not None)
 
 
-def balances(shape: ModelShape, plan: Plan) -> bool:
+def balances(shape: Shape, plan: Plan) -> bool:
     """Whether a plan can balance experts, where they are to be. How much work each expert got must be
     known for the whole step before the first backward: depth-first plans learn it too late."""
-    wanted = any(layer.experts and layer.experts.balance for layer in shape.layer_shapes)
+    layers = shape.layer_shapes if isinstance(shape, ModelShape) else ()
+    wanted = any(layer.experts and layer.experts.balance for layer in layers)
     return not wanted or plan.order == "breadth"
 
 

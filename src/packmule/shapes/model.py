@@ -5,15 +5,19 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from packmule.errors import ConfigError
 from packmule.shapes.blocks import Block, Parameter
 from packmule.shapes.config import Config
 from packmule.shapes.families import FAMILIES
 from packmule.shapes.layer import PLAIN, LayerKind, LayerShape, Norm, Variant
+from packmule.shapes.layout import ITEMSIZE
 from packmule.shapes.mlp import Mlp
 from packmule.shapes.rope import Rope
+
+if TYPE_CHECKING:
+    from packmule.shapes.bodies import Dtypes
 
 
 @dataclass(frozen=True)
@@ -141,6 +145,10 @@ class ModelShape:
                 found.append(Block(len(found), name, "experts", owned, layer=i, experts=experts))
         found.append(Block(len(found), "head", "head", tuple(head), 0 if self.tied else None))
         return tuple(found)
+
+    def stream_bytes(self, tokens: int, types: Dtypes) -> int:
+        """Of the residual stream."""
+        return tokens * self.hidden * ITEMSIZE[types.compute]
 
     @property
     def numel(self) -> int:

@@ -1,0 +1,109 @@
+"""Micro-batches from a user's data set: a function named `module:function` gives an object with
+`__len__` and `__getitem__`. The order is a seeded permutation that is entered anywhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from packmule.data.order import ordered
+from packmule.data.rows import validation_documents
+from packmule.errors import ConfigError
+from packmule.models.modules.build import call, load
+
+
+class SampleBatch(NamedTuple):
+    """One micro-batch.
+
+    Attributes:
+        data: the samples joined: tensors [B, ...], or what the data set's `collate` makes of them.
+        rows: B.
+        targets: losses that the head is to give.
+    """
+
+    data: Any
+    rows: int
+    targets: int
+
+    @property
+    def tokens(self) -> int:
+        """What progress counts: samples."""
+        return self.rows
+
+
+class Draw(NamedTuple):
+    """Which random numbers a task draws: those of a step, counted from 1, and a micro-batch."""
+
+    step: int
+    micro: int
+
+
+class Samples:
+    """Some samples of a data set, in the order of a seed.
+
+    Args:
+        dataset: `__len__`, `__getitem__` and optionally `collate(list of samples)`.
+        chosen: int64, their numbers.
+        seed: of the order.
+        targets: losses of one sample; one each by default.
+    """
+
+    def __init__(
+        self, dataset: Any, chosen: np.ndarray, seed: int, targets: Callable[[Any], int] | None = None
+    ) -> None:
+        self._dataset, self._chosen, self._seed, self._targets = dataset, chosen, seed, targets
+
+    def __len__(self) -> int:
+        return len(self._chosen)
+
+    def row_ids(self, step: int, rows_per_step: int) -> tuple[int, ...]:
+        """The samples of a step (counted from 0), in the order they are trained on."""
+        return ordered(len(self), self._seed, step * rows_per_step, rows_per_step)
+
+    def micro_batch(self, row_ids: Sequence[int]) -> SampleBatch:
+        """Some samples joined."""
+        from torch.utils.data import default_collate
+
+        found = [self._sample(row) for row in row_ids]
+        collate = getattr(self._dataset, "collate", default_collate)
+        data = call("joining samples (`collate`)", collate, found)
+        return SampleBatch(data, len(found), sum(self._count(sample) for sample in found))
+
+    def targets(self, row_ids: Sequence[int]) -> int:
+        """Losses of some samples."""
+        if self._targets is None:
+            return len(row_ids)
+        return sum(self._count(self._sample(row)) for row in row_ids)
+
+    def _sample(self, row: int) -> Any:
+        number = int(self._chosen[row])
+        return call(f"sample {number} of the data set", self._dataset.__getitem__, number)
+
+    def _count(self, sample: Any) -> int:
+        return 1 if self._targets is None else int(call("`targets`", self._targets, sample))
+
+
+def open_dataset(factory: str, arguments: Mapping[str, Any]) -> Any:
+    """Call the user's function.
+
+    Raises:
+        ConfigError: it cannot be used, or has no samples.
+    """
+    dataset = call(f"`{factory}`", load(factory, "the data set"), **arguments)
+    if not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
+        raise ConfigError(
+            f"`{factory}` gave a {type(dataset).__name__}, which has no length or no samples by number.",
+            "give an object with `__len__` and `__getitem__`: a position in it can be resumed",
+        )
+    if call(f"the length of `{factory}`", len, dataset) == 0:
+        raise ConfigError(f"`{factory}` gave an empty data set.", "give some samples")
+    return dataset
+
+
+def split(count: int, val_size: float, seed: int) -> tuple[np.ndarray, np.ndarray]:
+    """Numbers of the samples that are trained on, and of those held out."""
+    held_out = validation_documents(count, val_size, seed)
+    return np.flatnonzero(~held_out), np.flatnonzero(held_out)
