@@ -110,11 +110,6 @@ def test_on_backward_with_clipping_is_refused_with_both_ways_out(bench: Bench) -
     assert bench.run("plan", "clip.yaml", "--update", "on-fetch").code == 0
 
 
-def test_keys_that_no_run_honors_yet_are_refused(bench: Bench) -> None:
-    job = bench.job("val_path", data__val_path="text.jsonl")
-    assert "`data.val_path` is not offered yet" in bench.run("train", job.name).refused()
-
-
 def test_an_output_folder_that_cannot_be_made_is_a_disk_error(bench: Bench) -> None:
     (bench.folder / "file").write_text("")
     message = bench.run("train", bench.job("blocked").name, "--output-dir", "file/run").refused(4)

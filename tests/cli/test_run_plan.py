@@ -8,7 +8,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from tests.cli.bench import Bench
+from tests.cli.bench import Bench, Done
 
 from packmule.spec.plan import Plan
 
@@ -16,6 +16,13 @@ BIG = {
     "hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 6, "num_attention_heads": 8,
     "num_key_value_heads": 4, "vocab_size": 8192, "max_position_embeddings": 2048,
 }  # fmt: skip
+
+
+def plan_of(done: Done) -> Plan:
+    """The plan that `plan --json` printed; the data's examples are printed with it."""
+    found = dict(done.json)
+    assert found.pop("data")
+    return Plan.parse(found, "standard output")
 
 
 @pytest.fixture(scope="module")
@@ -33,8 +40,8 @@ def big(bench: Bench) -> Path:
 
 def test_the_json_is_the_plan_and_all_of_standard_output(bench: Bench, big: Path) -> None:
     done = bench.run("plan", big.name, "--ram", "1GB", "--json").succeeded()
-    plan = Plan.parse_json(done.out, "standard output")
-    assert plan.to_json() == done.out
+    plan = plan_of(done)
+    assert done.out == json.dumps({**json.loads(plan.to_json()), "data": done.json["data"]}, indent=2) + "\n"
     assert plan.predicted is not None
     assert plan.predicted.peak_ram_bytes <= plan.budget_bytes == 1_000_000_000
     assert {phase.phase for phase in plan.predicted.phases} >= {
@@ -52,8 +59,8 @@ def test_output_writes_the_same_plan_beside_the_text(bench: Bench, big: Path) ->
     words = ("plan", big.name, "--ram", "1GB", "--output", "plan.json")
     assert bench.run(*words).succeeded().out.startswith("plan for 1 GB of RAM\n")
     assert (bench.folder / "plan.json").exists()
-    done = bench.run(*words, "--json").succeeded()
-    assert (bench.folder / "plan.json").read_text() == done.out
+    found = plan_of(bench.run(*words, "--json").succeeded())
+    assert Plan.parse_json((bench.folder / "plan.json").read_text(), "plan.json") == found
 
 
 def test_planning_leaves_nothing_behind(bench: Bench, big: Path) -> None:
@@ -66,7 +73,7 @@ def test_less_memory_is_never_faster_and_its_cost_is_told(bench: Bench, big: Pat
     seconds = []
     for ram in ("4GB", "1GB", "700MB"):
         done = bench.run("plan", big.name, "--ram", ram, "--json").succeeded()
-        seconds.append(Plan.parse_json(done.out, ram).predicted.step_seconds)  # type: ignore[union-attr]
+        seconds.append(plan_of(done).predicted.step_seconds)  # type: ignore[union-attr]
     assert seconds == sorted(seconds)
     text = bench.run("plan", big.name, "--ram", "700MB").succeeded().out
     given_up = text.split("given up for the budget\n")[1].split("\nalso fits")[0]
@@ -104,4 +111,27 @@ def test_a_job_can_be_flags_alone(bench: Bench) -> None:
     done = bench.run(
         "plan", "--model", "model", "--max-seq-length", "32", "--ram", "900MB", "--threads", "1", "--json"
     ).succeeded()
-    assert Plan.parse_json(done.out, "standard output").numerics.rows == 8
+    assert plan_of(done).numerics.rows == 8
+
+
+def test_the_plan_shows_what_the_data_is_and_an_example(bench: Bench, big: Path) -> None:
+    text = (bench.folder / "text.jsonl").read_text().splitlines()[0]
+    first = json.loads(text)["text"]
+    found = bench.run("plan", big.name, "--ram", "1GB", "--json").succeeded().json["data"]
+    [source] = found
+    [held] = source["held"]["formats"]
+    assert (source["path"], held["format"], held["columns"]) == ("text.jsonl", "text", ["text"])
+    assert held["example"] == [{"text": first + "<end>", "loss": True}]
+    shown = bench.run("plan", big.name, "--ram", "1GB").succeeded().out
+    assert "text.jsonl  text (text)" in shown
+    assert f"example: text.jsonl as text\n  loss  {first[:50]}" in shown
+
+
+def test_a_plan_without_data_says_why_there_is_no_example(bench: Bench, big: Path) -> None:
+    for words, why in (
+        (("--data", "nowhere.jsonl"), "dataset 'nowhere.jsonl': no such file"),
+        (("--data", "model/config.json"), "columns of no known format"),
+    ):
+        done = bench.run("plan", big.name, "--ram", "1GB", *words).succeeded()
+        assert "data\n  not read  " in done.out and why in done.out
+        assert why in bench.run("plan", big.name, "--ram", "1GB", *words, "--json").json["data"]

@@ -32,6 +32,7 @@ TORCH_FREE = (
     "cli",
     "train.bar",
     "train.commands",
+    "train.data",
     "train.folder",
     "train.jobs",
     "train.journal",

@@ -27,7 +27,14 @@ class Flag(NamedTuple):
 FLAGS = (
     Flag("ram", "SIZE", "Budget of all processes together, like 2.2GB. Default: what is available."),
     Flag("model", "PATH", "Hugging Face folder, .gguf file, or folder with only config.json."),
-    Flag("dataset", "PATH", "Text file, .jsonl or folder to train on; may be given several times."),
+    Flag(
+        "dataset",
+        "PATH",
+        "File, folder or glob to train on; may be given several times.",
+        also="data",
+    ),
+    Flag("dataset-format", "NAME", "Of records: auto, text, alpaca, sharegpt, messages, ..."),
+    Flag("train-on", "WHAT", "What carries loss: assistant (answers only) or all."),
     Flag("output-dir", "PATH", "Where the run lives; the same folder resumes it."),
     Flag("max-seq-length", "TOKENS", "Most tokens of a row."),
     Flag("global-batch-size", "ROWS", "Rows of a step; never changes."),

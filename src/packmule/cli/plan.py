@@ -39,7 +39,7 @@ def plan(
     if output is not None:
         planned.write(output)
     if json:
-        print(planned.plan.to_json(), end="")
+        print(planned.shown_json(), end="")
         return 0
     console = terminal(environment.no_color)
     if console is None:

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from packmule.data.order import ordered
+from packmule.data.mixes import Mix
+from packmule.data.order import ordered, permute
 from packmule.data.rows import Rows
 from packmule.data.store import TokenStore
 from packmule.spec.batch import IGNORED, Batch
@@ -24,6 +25,9 @@ class Batches:
 
     def __init__(self, store: TokenStore, rows: Rows, seed: int) -> None:
         self.store, self.rows, self.seed = store, rows, seed
+        groups = rows.meta.groups
+        self._mix = Mix([group.weight for group in groups]) if len(groups) > 1 else None
+        self._sizes = np.array([group.rows for group in groups], np.int64)
 
     def row_ids(self, step: int, rows_per_step: int) -> tuple[int, ...]:
         """The rows of a step (counted from 0), in the order they are trained on.
@@ -35,7 +39,22 @@ class Batches:
 
     def row_ids_at(self, cursor: int, count: int) -> tuple[int, ...]:
         """The `count` rows from global position `cursor` on."""
+        if self._mix is not None:
+            return self._mixed(self._mix, np.arange(cursor, cursor + count))
         return ordered(len(self.rows), self.seed, cursor, count)
+
+    def _mixed(self, mix: Mix, places: np.ndarray) -> tuple[int, ...]:
+        """The rows at some places of a weighted mix: each source goes through its rows epoch by epoch, in an
+        order of its own."""
+        source, turn = mix.at(places)
+        found = np.empty(len(places), np.int64)
+        epoch, index = np.divmod(turn, self._sizes[source])
+        for s, e in {*zip(source.tolist(), epoch.tolist(), strict=True)}:
+            here = (source == s) & (epoch == e)
+            first = int(self._sizes[:s].sum())
+            order = permute(index[here], int(self._sizes[s]), self.seed, (s << 40) + e)
+            found[here] = first + order
+        return tuple(found.tolist())
 
     def micro_batch(self, row_ids: Sequence[int]) -> Batch:
         """The tokens of some rows as one flat stream of documents, rows in the given order."""
@@ -51,14 +70,16 @@ class Batches:
             self.store.read_into(ids[part], start)
             targets[at : at + length - 1] = ids[at + 1 : at + length]
             targets[at + length - 1] = IGNORED
+            trained = self.store.trained(start, length)
+            if trained is not None:
+                targets[at : at + length - 1][~trained[1:]] = IGNORED
             positions[part] = np.arange(length, dtype=np.int32)
             at += length
         return Batch(ids, targets, positions, lengths, tuple(row_ids))
 
     def targets(self, row_ids: Sequence[int]) -> int:
         """How many tokens of these rows carry loss, without reading tokens."""
-        lengths = [self.rows.lengths(row) for row in row_ids]
-        return int(sum(int(part.sum()) - len(part) for part in lengths))
+        return sum(self.rows.targets(row) for row in row_ids)
 
     def tokens(self, row_ids: Sequence[int]) -> int:
         """How many tokens these rows hold, without reading them."""

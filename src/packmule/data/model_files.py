@@ -25,7 +25,28 @@ TOKENIZER_FILES = (
 _CONFIG, _GENERATION = "config.json", "generation_config.json"
 
 
-def prepare_model(model: Path, folder: Path, random_seed: int | None = None) -> TextTokenizer:
+def read_tokenizer(model: Path, chat_template: Path | None = None) -> TextTokenizer:
+    """The tokenizer of a model; nothing is written.
+
+    Args:
+        model: a .gguf file or a Hugging Face folder.
+        chat_template: a file in place of the model's own template.
+
+    Raises:
+        DataError: not a model, or a damaged tokenizer.
+    """
+    if model.is_dir():
+        tokenizer = TextTokenizer.from_folder(model)
+    elif model.is_file() and model.suffix.lower() == ".gguf":
+        tokenizer = tokenizer_from_gguf(model)
+    else:
+        raise _no_model(model)
+    return tokenizer if chat_template is None else tokenizer.with_template(chat_template)
+
+
+def prepare_model(
+    model: Path, folder: Path, random_seed: int | None = None, chat_template: Path | None = None
+) -> TextTokenizer:
     """Write the model folder and return its tokenizer.
 
     Args:
@@ -33,6 +54,7 @@ def prepare_model(model: Path, folder: Path, random_seed: int | None = None) -> 
         folder: where to write; made if needed.
         random_seed: draw the weights from this seed instead of reading them; the folder then
             needs no weight files.
+        chat_template: a file in place of the model's own template; it goes into the folder.
 
     Raises:
         DataError: not a model, damaged, not supported, or the tokenizer does not fit the weights.
@@ -40,17 +62,13 @@ def prepare_model(model: Path, folder: Path, random_seed: int | None = None) -> 
     """
     if model.is_dir():
         config = read_json(model / _CONFIG)
-        tokenizer = TextTokenizer.from_folder(model)
         manifest = None if random_seed is not None else folder_manifest(model)
     elif model.is_file() and model.suffix.lower() == ".gguf":
         config = gguf_config(read_gguf(model))
-        tokenizer = tokenizer_from_gguf(model)
         manifest = None if random_seed is not None else gguf_manifest(model)
     else:
-        what = "is neither a folder nor a .gguf file" if model.exists() else "does not exist"
-        raise DataError(
-            f"model {model} {what}.", "give a .gguf file or a Hugging Face folder with config.json"
-        )
+        raise _no_model(model)
+    tokenizer = read_tokenizer(model, chat_template)
     if manifest is None:
         manifest = random_manifest(config, random_seed or 0)
     _check_vocabulary(model, config, tokenizer)
@@ -71,6 +89,11 @@ def copy_model_files(source: Path, target: Path) -> None:
         DiskError: the target cannot be written.
     """
     copy_files(source, target, (*TOKENIZER_FILES, _GENERATION))
+
+
+def _no_model(model: Path) -> DataError:
+    what = "is neither a folder nor a .gguf file" if model.exists() else "does not exist"
+    return DataError(f"model {model} {what}.", "give a .gguf file or a Hugging Face folder with config.json")
 
 
 def _generation(tokenizer: TextTokenizer) -> dict[str, Any]:

@@ -7,126 +7,255 @@ Reads one JSON request (PrepareRequest) from the argument or standard input. Pri
     {"event": "error", "kind": "DataError", "cause": ..., "hint": ..., "exit_code": 2}
     {"event": "end"}                                                      always the last line
 
-OUT/data/data.json (DataIndex) names the store and the row sets in use; it is written last, so a
-crash leaves the old data or the new. Stores are kept by content and are made once.
+OUT/data/data.json (DataIndex) names the stores and the row sets in use; it is written last, so a
+crash leaves the old data or the new. Stores and rows are kept by content and are made once.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
+import resource
 import sys
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
 import numpy as np
-from pydantic import Field
 
-from packmule.data.files import disk_errors, read_text, write_text
+from packmule.data.documents import Reading
+from packmule.data.duplicates import find_duplicates, write_report
+from packmule.data.files import disk_errors, write_text
+from packmule.data.mixes import whole_weights
 from packmule.data.model_files import prepare_model
-from packmule.data.rows import Rows, RowsMeta, validation_documents, write_rows
-from packmule.data.sources import find_files, hash_file
-from packmule.data.store import TokenStore, store_key, write_store
+from packmule.data.prepared import INDEX, DataIndex, ValidationIndex
+from packmule.data.report import NamedRows, PrepareReport, PrepareRequest, SourceReport
+from packmule.data.rows import POLICIES, Chosen, Rows, RowsMeta, validation_documents, write_rows
+from packmule.data.sources import Hashes, Source, find_groups
+from packmule.data.store import FORMAT, TokenStore
+from packmule.data.template import ChatTemplate
+from packmule.data.tokenize import store_key, write_store
 from packmule.data.tokenizer import TextTokenizer
-from packmule.errors import PackmuleError
+from packmule.errors import ConfigError, DataError, PackmuleError
 from packmule.spec.records import Record
 
 Progress = Callable[[str, int, int], None]
-INDEX = "data.json"
-
-
-class PrepareRequest(Record):
-    """What to prepare, and where."""
-
-    model: str = Field(description=".gguf file or Hugging Face folder")
-    dataset: tuple[str, ...] = Field(min_length=1, description="files, folders, globs")
-    max_seq_length: int = Field(ge=2)
-    val_size: float = Field(default=0.0, ge=0, description="fraction below 1, or documents")
-    validation_only: bool = Field(default=False, description="hold all documents out, for evaluation")
-    seed: int = 0
-    out: str = Field(description="run folder")
-    sample_prompt: str = Field(default="", description="text whose token ids the report gives")
-    random_init: bool = Field(default=False, description="draw the weights instead of reading them")
-
-
-class DataIndex(Record):
-    """OUT/data/data.json: folders relative to OUT/data."""
-
-    format: int = 1
-    store: str
-    train: str
-    validation: str | None
-
-
-class PrepareReport(Record):
-    """What was prepared. Lengths in tokens; `fill` in percent of rows * max_seq_length."""
-
-    documents: int
-    tokens: int
-    train: RowsMeta
-    validation: RowsMeta | None
-    train_fill_percent: float
-    reused: bool = Field(description="the token store was there already")
-    sample_ids: tuple[int, ...] = Field(default=(), description="of the sample prompt, bos first if used")
-    seconds: float
-    peak_ram_bytes: int | None = Field(description="VmHWM of this process, where /proc has it")
-
-
-@dataclass(frozen=True)
-class PreparedData:
-    """The data of a run, opened."""
-
-    store: TokenStore
-    train: Rows
-    validation: Rows | None
-
-
-def open_data(folder: Path) -> PreparedData:
-    """Open OUT/data as `prepare` left it.
-
-    Raises:
-        DataError, ConfigError, DamagedFile: missing, of another version, or damaged.
-    """
-    index = DataIndex.parse_json(read_text(folder / INDEX), str(folder / INDEX))
-    validation = Rows(folder / index.validation) if index.validation else None
-    return PreparedData(TokenStore(folder / index.store), Rows(folder / index.train), validation)
 
 
 def prepare(request: PrepareRequest, progress: Progress) -> PrepareReport:
     """Write OUT/model and OUT/data.
 
     Args:
-        progress: called with (phase, done, total); phases are model, hash, tokenize, pack.
+        progress: called with (phase, done, total); phases are model, hash, duplicates, tokenize, pack.
 
     Raises:
         PackmuleError: see the modules that do the parts.
     """
     began = time.monotonic()
     out = Path(request.out)
+    with disk_errors(out):
+        (out / "data").mkdir(parents=True, exist_ok=True)
     progress("model", 0, 1)
     seed = request.seed if request.random_init else None
-    tokenizer = prepare_model(Path(request.model).expanduser(), out / "model", seed)
+    chat_template = Path(request.chat_template).expanduser() if request.chat_template else None
+    tokenizer = prepare_model(Path(request.model).expanduser(), out / "model", seed, chat_template)
     progress("model", 1, 1)
-    store_folder, reused = _store(request, tokenizer, out / "data", progress)
-    store = TokenStore(store_folder)
-    progress("pack", 0, store.meta.documents)
-    index, train, validation = _pack(request, store, out / "data")
-    progress("pack", store.meta.documents, store.meta.documents)
-    write_text(out / "data" / INDEX, index.to_json())
-    store.close()
-    return PrepareReport(
-        documents=store.meta.documents,
-        tokens=store.meta.tokens,
-        train=train,
-        validation=validation,
-        train_fill_percent=100 * train.fill,
-        reused=reused,
-        sample_ids=_prompt_ids(tokenizer, request.sample_prompt),
-        seconds=time.monotonic() - began,
-        peak_ram_bytes=peak_ram_bytes(),
-    )
+    work = _Preparation(request, tokenizer, out / "data", progress)
+    report = work.run()
+    return report.model_copy(update={"seconds": time.monotonic() - began, "peak_ram_bytes": peak_ram_bytes()})
+
+
+def reading_of(request: PrepareRequest, tokenizer: TextTokenizer) -> Reading:
+    """How a request's files are read."""
+    template = None
+    if tokenizer.chat_template is not None:
+        template = ChatTemplate(
+            tokenizer.chat_template,
+            tokenizer.special_variables,
+            tokenizer.specials,
+            tokenizer.template_file or tokenizer.source,
+        )
+    return Reading(request.format, request.columns, request.train_on == "all", template, tokenizer.vocab)
+
+
+class _Preparation:
+    """From files to stores and rows."""
+
+    def __init__(
+        self, request: PrepareRequest, tokenizer: TextTokenizer, folder: Path, progress: Progress
+    ) -> None:
+        self.request, self.tokenizer, self.folder, self.progress = request, tokenizer, folder, progress
+        self.reading = reading_of(request, tokenizer)
+        self.hashes = Hashes(folder / "hashes.json")
+        self.reused = True
+        self.duplicates: Path | None = None
+
+    def run(self) -> PrepareReport:
+        """Everything; data.json last."""
+        request = self.request
+        groups = self._hash(request.dataset)
+        names = [named.name for named in request.validation]
+        held_out = [self._hash(named.dataset) for named in request.validation]
+        self.hashes.save()
+        store = self._store(groups, request.deduplicate)
+        train, validation = self._pack(store, request, len(groups))
+        for name, files in zip(names, held_out, strict=True):
+            other = self._store(files, None)
+            rows = self._rows(other, [self._chosen(other, np.ones(other.meta.documents, bool))], name)
+            validation.append((name, other, rows))
+        index = DataIndex(
+            store=store.folder.name,
+            train=train.folder.name,
+            validation=tuple(
+                ValidationIndex(name=name, store=other.folder.name, rows=rows.folder.name)
+                for name, other, rows in validation
+            ),
+        )
+        write_text(self.folder / INDEX, index.to_json())
+        return PrepareReport(
+            documents=store.meta.documents,
+            tokens=store.meta.tokens,
+            sources=self._sources(groups, store, train.meta),
+            train=train.meta,
+            validation=tuple(NamedRows(name=name, rows=rows.meta) for name, _, rows in validation),
+            train_fill_percent=100 * train.meta.fill,
+            reused=self.reused,
+            duplicates=None if self.duplicates is None else str(self.duplicates),
+            sample_ids=_prompt_ids(self.tokenizer, request.sample_prompt),
+            seconds=0.0,
+            peak_ram_bytes=None,
+        )
+
+    def _hash(self, dataset: Sequence[str]) -> list[list[Source]]:
+        groups = find_groups(dataset)
+        total, hashed = sum(path.stat().st_size for group in groups for path in group), 0
+
+        def count(block: int) -> None:
+            nonlocal hashed
+            hashed += block
+            self.progress("hash", hashed, total)
+
+        return [[self.hashes.of(path, count) for path in group] for group in groups]
+
+    def _store(self, groups: list[list[Source]], similarity: float | None) -> TokenStore:
+        key = store_key(self.tokenizer, groups, self.reading, similarity)
+        target = self.folder / f"tokens-{key[:16]}"
+        report = self.folder / f"duplicates-{key[:16]}.jsonl"
+        self.duplicates = self.duplicates if similarity is None else report
+        if (target / "meta.json").exists():
+            try:
+                store = TokenStore(target)
+            except PackmuleError:
+                pass  # damaged or of another version: made again below
+            else:
+                if store.meta.key == key and store.meta.format == FORMAT:
+                    return store
+                store.close()
+        self.reused = False
+        total = sum(source.bytes for group in groups for source in group)
+        dropped: set[int] = set()
+        if similarity is not None:
+            found = find_duplicates(
+                groups,
+                self.reading,
+                similarity,
+                self.folder,
+                lambda done: self.progress("duplicates", done, total),
+            )
+            write_report(report, found, similarity)
+            dropped = {document.place for document in found}
+        write_store(
+            target, self.tokenizer, groups, lambda done: self.progress("tokenize", done, total), self.reading,
+            similarity, dropped,
+        )  # fmt: skip
+        return TokenStore(target)
+
+    def _pack(
+        self, store: TokenStore, request: PrepareRequest, entries: int
+    ) -> tuple[Rows, list[tuple[str, TokenStore, Rows]]]:
+        """The training rows, and the validation set that is held out of the same store, if any."""
+        documents = store.meta.documents
+        self.progress("pack", 0, documents)
+        validation: list[tuple[str, TokenStore, Rows]] = []
+        if request.validation_only:
+            every = self._rows(store, [self._chosen(store, np.ones(documents, bool))])
+            return every, [("validation", store, every)]
+        share = 0.0 if request.validation else request.val_size
+        held_out = validation_documents(documents, share, request.seed)
+        train = self._rows(store, self._groups(store, ~held_out, entries))
+        if held_out.any():
+            rows = self._rows(store, [self._chosen(store, held_out)], "what data.val_size holds out")
+            validation.append(("validation", store, rows))
+        self.progress("pack", documents, documents)
+        return train, validation
+
+    def _groups(self, store: TokenStore, chosen: np.ndarray, entries: int) -> list[Chosen]:
+        """One group of rows, or with weights one per entry."""
+        if not self.request.weights:
+            return [self._chosen(store, chosen)]
+        weights = whole_weights(self.request.weights)
+        entry_of = np.repeat(
+            np.array([run.entry for run in store.meta.runs]), [run.documents for run in store.meta.runs]
+        )
+        groups = []
+        for entry, weight in enumerate(weights):
+            if not (chosen & (entry_of == entry)).any():
+                raise DataError(
+                    f"{self.request.dataset[entry]} has a weight in `data.path` and no document to train on.",
+                    "leave it out, or hold less out with data.val_size",
+                )
+            groups.append(self._chosen(store, chosen & (entry_of == entry), weight))
+        return groups
+
+    def _chosen(self, store: TokenStore, chosen: np.ndarray, weight: int = 0) -> Chosen:
+        """Documents (bool [documents]), each with what is done where it is too long."""
+        asked = self.request.long_documents
+        masked = POLICIES.index("truncate" if asked == "auto" else asked)
+        plain = POLICIES.index("split" if asked == "auto" else asked)
+        policies = np.repeat(
+            np.array([masked if run.masked else plain for run in store.meta.runs], np.uint8),
+            [run.documents for run in store.meta.runs],
+        )
+        return Chosen(np.flatnonzero(chosen), policies[chosen], weight)
+
+    def _rows(self, store: TokenStore, groups: Sequence[Chosen], name: str = "the data") -> Rows:
+        """Rows of these documents, made where they are not there already; `name` is for messages."""
+        length = self.request.max_seq_length
+        digest = hashlib.sha256(json.dumps([store.meta.key, length]).encode())
+        for group in groups:
+            digest.update(str(group.weight).encode())
+            digest.update(group.documents.tobytes())
+            digest.update(group.policies.tobytes())
+        key = digest.hexdigest()
+        target = self.folder / f"rows-{key[:16]}"
+        if (target / "meta.json").exists():
+            try:
+                rows = Rows(target)
+            except PackmuleError:
+                pass  # damaged or of another version: made again below
+            else:
+                if rows.meta.key == key:
+                    return rows
+                rows.close()
+        write_rows(target, store, groups, length, key, name)
+        return Rows(target)
+
+    def _sources(
+        self, groups: list[list[Source]], store: TokenStore, train: RowsMeta
+    ) -> tuple[SourceReport, ...]:
+        weights = self.request.weights
+        return tuple(
+            SourceReport(
+                path=path,
+                weight=weights[i] if weights else None,
+                files=len(groups[i]),
+                bytes=sum(source.bytes for source in groups[i]),
+                held=store.meta.entries[i],
+                rows=train.groups[i].rows if train.groups else None,
+            )
+            for i, path in enumerate(self.request.dataset)
+        )
 
 
 def _prompt_ids(tokenizer: TextTokenizer, prompt: str) -> tuple[int, ...]:
@@ -143,55 +272,6 @@ def peak_ram_bytes(status: Path = Path("/proc/self/status")) -> int | None:
     except OSError:
         return None
     return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM:")), None)
-
-
-def _store(
-    request: PrepareRequest, tokenizer: TextTokenizer, folder: Path, progress: Progress
-) -> tuple[Path, bool]:
-    files = find_files(request.dataset)
-    total = sum(path.stat().st_size for path in files)
-    hashed = 0
-
-    def count(block: int) -> None:
-        nonlocal hashed
-        hashed += block
-        progress("hash", hashed, total)
-
-    sources = [hash_file(path, count) for path in files]
-    key = store_key(tokenizer, sources)
-    target = folder / f"tokens-{key[:16]}"
-    if (target / "meta.json").exists():
-        store = TokenStore(target)
-        store.close()
-        if store.meta.key == key:
-            return target, True
-    write_store(target, tokenizer, sources, lambda done: progress("tokenize", done, total))
-    return target, False
-
-
-def _pack(
-    request: PrepareRequest, store: TokenStore, folder: Path
-) -> tuple[DataIndex, RowsMeta, RowsMeta | None]:
-    name = f"rows-{store.meta.key[:16]}-{request.max_seq_length}"
-    if request.validation_only:
-        every = write_rows(
-            folder / f"{name}-all", store, np.ones(store.meta.documents, bool), request.max_seq_length
-        )
-        index = DataIndex(store=store.folder.name, train=f"{name}-all", validation=f"{name}-all")
-        return index, every, every
-    held_out = validation_documents(store.meta.documents, request.val_size, request.seed)
-    if held_out.any():
-        name += f"-{request.val_size:g}-{request.seed}"
-    train = write_rows(folder / f"{name}-train", store, ~held_out, request.max_seq_length)
-    validation = None
-    if held_out.any():
-        validation = write_rows(folder / f"{name}-validation", store, held_out, request.max_seq_length)
-    index = DataIndex(
-        store=store.folder.name,
-        train=f"{name}-train",
-        validation=f"{name}-validation" if validation else None,
-    )
-    return index, train, validation
 
 
 class _Lines:
@@ -211,15 +291,36 @@ class _Lines:
         print(json.dumps(line), file=self._stream, flush=True)
 
 
-def main(arguments: list[str], stdin: TextIO, stdout: TextIO) -> int:
-    """The command: returns the exit code."""
+def _limit(ram_bytes: int | None) -> None:
+    """Let this process allocate no more than that."""
+    if ram_bytes is not None:
+        resource.setrlimit(resource.RLIMIT_DATA, (ram_bytes, ram_bytes))
+
+
+def main(
+    arguments: list[str],
+    stdin: TextIO,
+    stdout: TextIO,
+    work: Callable[[PrepareRequest, Progress], Record] = prepare,
+) -> int:
+    """The command: returns the exit code.
+
+    Args:
+        work: from a request to the report that is printed.
+    """
     lines = _Lines(stdout)
     try:
         text = arguments[0] if arguments else stdin.read()
         request = PrepareRequest.parse_json(text, "prepare request")
-        with disk_errors(request.out):
-            Path(request.out, "data").mkdir(parents=True, exist_ok=True)
-        lines.write({"event": "report", "report": prepare(request, lines).model_dump(mode="json")})
+        _limit(request.ram_bytes)
+        try:
+            report = work(request, lines)
+        except MemoryError:
+            raise ConfigError(
+                "Preparing the data takes more memory than the budget leaves.",
+                "raise --ram; a record is read whole, so split what is very long",
+            ) from None
+        lines.write({"event": "report", "report": report.model_dump(mode="json")})
     except PackmuleError as error:
         fields = {"kind": type(error).__name__, "cause": error.cause, "hint": error.hint}
         lines.write({"event": "error", **fields, "exit_code": error.exit_code})

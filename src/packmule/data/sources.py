@@ -1,36 +1,21 @@
-"""Text sources -> documents, streamed: .txt and .md files (one document each), .jsonl records with
-"text", folders and globs of them. Never more than a piece of a document is in memory."""
+"""From what a job names (files, folders, globs) to the files themselves, with their sizes and hashes."""
 
 from __future__ import annotations
 
-import codecs
 import glob
 import hashlib
-import json
 import os
-from collections.abc import Callable, Iterator, Sequence
+import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import BinaryIO, NamedTuple
+from typing import NamedTuple
 
-from packmule.errors import DataError
+from packmule.data.files import read_json, write_json
+from packmule.data.kinds import Kind, kind_of, supported
+from packmule.errors import DataError, PackmuleError
 
-TEXT_SUFFIXES = (".txt", ".md")
-RECORD_SUFFIXES = (".jsonl", ".ndjson")
-PIECE_CHARACTERS = 1 << 15
-"""Longer documents are handed on in pieces of about this many characters."""
-_MAX_LINE_BYTES = 256 << 20
-_BLOCK_BYTES = 1 << 18
-_BOM = b"\xef\xbb\xbf"
-
-
-class Piece(NamedTuple):
-    """Part of a document: `last` ends it, `first` begins it; `end` is the byte of its file that
-    the reader has reached."""
-
-    text: str
-    first: bool
-    last: bool
-    end: int
+_SETTLED_NS = 2_000_000_000
+"""A file changed this short before it was hashed may change again within the clock's grain."""
 
 
 class Source(NamedTuple):
@@ -41,41 +26,81 @@ class Source(NamedTuple):
     modified_ns: int
     sha256: str
 
+    @property
+    def kind(self) -> Kind:
+        """Container and compression."""
+        kind = kind_of(self.path)
+        assert kind is not None, self.path
+        return kind
+
+    def check_unchanged(self, status: os.stat_result) -> None:
+        """Raise DataError unless the file is as it was hashed."""
+        if (status.st_size, status.st_mtime_ns) != (self.bytes, self.modified_ns):
+            raise DataError(
+                f"{self.path} changed while it was being read.", "start again when nothing writes to it"
+            )
+
 
 def find_files(dataset: Sequence[str]) -> list[Path]:
-    """The files behind paths, folders (searched to the bottom) and glob patterns.
+    """The files behind paths, folders (searched to the bottom) and glob patterns, in one list.
 
-    Folders and globs are sorted; the order of `dataset` is kept; a file named twice counts once.
+    Raises:
+        DataError: as `find_groups`.
+    """
+    return [path for group in find_groups(dataset) for path in group]
+
+
+def find_groups(dataset: Sequence[str]) -> list[list[Path]]:
+    """The files behind each path, folder (searched to the bottom) or glob pattern.
+
+    Folders and globs are sorted; the order of `dataset` is kept; a file named twice counts where it
+    is named first.
 
     Raises:
         DataError: a path that does not exist, nothing usable found, or an unknown kind of file.
     """
-    found: dict[Path, None] = {}
+    if not dataset:
+        raise DataError("no dataset was given.", f"give files, folders or patterns of {supported()}")
+    found: set[Path] = set()
+    groups = []
     for item in dataset:
-        path = Path(item).expanduser()
-        if path.is_file():
-            candidates = [path]
-        elif path.is_dir():
-            candidates = sorted(p for p in path.rglob("*") if _usable(p.relative_to(path)) and p.is_file())
-            if not candidates:
-                raise DataError(
-                    f"{path} holds no {_kinds()} file.", "name the files or folder that hold the text"
-                )
-        else:
-            matches = [Path(match) for match in glob.glob(str(path), recursive=True)]
-            candidates = sorted(p for p in matches if p.is_file())
-            if not candidates:
-                raise DataError(f"dataset {item!r}: no such file, folder or pattern.", "check the path")
-        for candidate in candidates:
-            if candidate.suffix.lower() not in TEXT_SUFFIXES + RECORD_SUFFIXES:
+        group: dict[Path, None] = {}
+        for candidate in _candidates(item):
+            if kind_of(candidate) is None:
                 raise DataError(
                     f"{candidate}: {candidate.suffix or 'no suffix'!r} is not a known kind of data.",
-                    f"supported: {_kinds()}",
+                    f"supported: {supported()}",
                 )
-            found[candidate.resolve()] = None
+            resolved = candidate.resolve()
+            if resolved not in found:
+                group[resolved] = None
+        found |= group.keys()
+        groups.append(list(group))
+    return groups
+
+
+def _candidates(item: str) -> list[Path]:
+    path = Path(item).expanduser()
+    if path.is_file():
+        return [path]
+    if path.is_dir():
+        found = sorted(p for p in path.rglob("*") if _usable(p.relative_to(path)) and p.is_file())
+        if not found:
+            raise DataError(
+                f"{path} holds no file of a known kind.",
+                f"name the files or folder that hold the data: {supported()}",
+            )
+        return found
+    matches = [Path(match) for match in glob.glob(str(path), recursive=True)]
+    found = sorted(p for p in matches if p.is_file())
     if not found:
-        raise DataError("no dataset was given.", f"give files, folders or patterns of {_kinds()}")
-    return list(found)
+        raise DataError(f"dataset {item!r}: no such file, folder or pattern.", "check the path")
+    return found
+
+
+def _usable(relative: Path) -> bool:
+    hidden = any(part.startswith(".") for part in relative.parts)
+    return not hidden and kind_of(relative) is not None
 
 
 def hash_file(path: Path, progress: Callable[[int], None]) -> Source:
@@ -98,145 +123,45 @@ def hash_file(path: Path, progress: Callable[[int], None]) -> Source:
     return Source(path, status.st_size, status.st_mtime_ns, digest.hexdigest())
 
 
-def read_pieces(source: Source) -> Iterator[Piece]:
-    """The documents of one file, in order, in pieces.
+class Hashes:
+    """Hashes of files that have not changed since, kept in a JSON file: a resume reads no data again.
 
-    Raises:
-        DataError: not UTF-8 (names the byte), a bad record (names the line), or a file that
-            changed since it was hashed.
+    Size and time of change decide. A hash taken within two seconds of the change is not kept.
+
+    Args:
+        path: where they are kept; one that cannot be read counts as empty.
     """
-    path = source.path
-    try:
-        with open(path, "rb", buffering=_BLOCK_BYTES) as file:
-            status = os.fstat(file.fileno())
-            if (status.st_size, status.st_mtime_ns) != (source.bytes, source.modified_ns):
-                raise DataError(
-                    f"{path} changed while it was being read.", "start again when nothing writes to it"
-                )
-            if path.suffix.lower() in RECORD_SUFFIXES:
-                yield from _records(path, file)
-            else:
-                yield from _cut(_text(path, file))
-    except OSError as error:
-        raise DataError(
-            f"cannot read {path}: {error.strerror}.", "check the path and its permissions"
-        ) from None
 
-
-def _usable(relative: Path) -> bool:
-    hidden = any(part.startswith(".") for part in relative.parts)
-    return not hidden and relative.suffix.lower() in TEXT_SUFFIXES + RECORD_SUFFIXES
-
-
-def _kinds() -> str:
-    return ", ".join(TEXT_SUFFIXES + RECORD_SUFFIXES)
-
-
-def _not_utf8(path: Path, offset: int) -> DataError:
-    return DataError(
-        f"{path} is not UTF-8: byte {offset} cannot be decoded.",
-        f"convert it: iconv -f latin1 -t utf-8 {path.name} > fixed{path.suffix}",
-    )
-
-
-def _text(path: Path, file: BinaryIO) -> Iterator[tuple[str, int]]:
-    """(text, bytes read so far) of a text file, decoded block by block."""
-    decoder = codecs.getincrementaldecoder("utf-8")()
-    offset = 0
-    while True:
-        block = file.read(_BLOCK_BYTES)
-        kept = len(decoder.getstate()[0])
+    def __init__(self, path: Path) -> None:
+        self._path = path
         try:
-            text = decoder.decode(block, final=not block)
-        except UnicodeDecodeError as error:
-            raise _not_utf8(path, offset - kept + error.start) from None
-        if not offset:
-            text = text.removeprefix("\ufeff")
-        offset += len(block)
-        if text:
-            yield text, offset
-        if not block:
-            return
+            self._known = read_json(path) if path.exists() else {}
+        except PackmuleError:
+            self._known = {}
+        self._used: dict[str, list[int | str]] = {}
 
+    def of(self, path: Path, progress: Callable[[int], None]) -> Source:
+        """The file's hash, read where it must be; raises as `hash_file`."""
+        try:
+            status = path.stat()
+        except OSError as error:
+            raise DataError(f"cannot read {path}: {error.strerror}.", "check the path") from None
+        known = self._known.get(str(path))
+        if isinstance(known, list) and known[:2] == [status.st_size, status.st_mtime_ns] and len(known) == 3:
+            self._used[str(path)] = known
+            progress(status.st_size)
+            return Source(path, status.st_size, status.st_mtime_ns, str(known[2]))
+        now = time.time_ns()
+        source = hash_file(path, progress)
+        if now - source.modified_ns > _SETTLED_NS:
+            self._used[str(path)] = [source.bytes, source.modified_ns, source.sha256]
+        return source
 
-def _records(path: Path, file: BinaryIO) -> Iterator[Piece]:
-    offset = 0
-    for number in range(1, 1 << 62):
-        line = file.readline(_MAX_LINE_BYTES)
-        if not line:
-            return
-        if len(line) == _MAX_LINE_BYTES:
-            raise DataError(
-                f"{path}: line {number} is longer than {_MAX_LINE_BYTES >> 20} MiB.",
-                "write one JSON record per line",
-            )
-        start, offset = offset, offset + len(line)
-        if number == 1:
-            start, line = start + 3 * line.startswith(_BOM), line.removeprefix(_BOM)
-        if not line.strip():
-            continue
-        text = _record_text(path, number, line, start)
-        yield from _cut(
-            (text[i : i + PIECE_CHARACTERS], offset) for i in range(0, len(text), PIECE_CHARACTERS)
-        )
+    def save(self) -> None:
+        """Keep the hashes that were asked for.
 
-
-def _record_text(path: Path, number: int, line: bytes, start: int) -> str:
-    try:
-        record = json.loads(line.decode("utf-8"))
-    except UnicodeDecodeError as error:
-        raise _not_utf8(path, start + error.start) from None
-    except (ValueError, RecursionError) as error:
-        raise DataError(
-            f"{path}: line {number} is not JSON: {error}.", "write one JSON record per line"
-        ) from None
-    if not isinstance(record, dict):
-        raise DataError(
-            f"{path}: line {number} is not a JSON object.", 'each line must be like {"text": "..."}'
-        )
-    if "text" not in record:
-        keys = ", ".join(map(repr, list(record)[:8])) or "none"
-        raise DataError(
-            f'{path}: line {number} has no "text" key (keys: {keys}).',
-            'each line must be like {"text": "..."}',
-        )
-    if not isinstance(record["text"], str):
-        raise DataError(
-            f'{path}: line {number}: "text" is not a string.', 'each line must be like {"text": "..."}'
-        )
-    text: str = record["text"]
-    try:
-        text.encode("utf-8")
-    except UnicodeEncodeError:
-        raise DataError(
-            f"{path}: line {number} holds a lone surrogate escape.", "write valid Unicode"
-        ) from None
-    return text
-
-
-def _cut(blocks: Iterator[tuple[str, int]]) -> Iterator[Piece]:
-    """One document's text as pieces, cut where no tokenizer joins characters; empty ones vanish."""
-    waiting, first, end = "", True, 0
-    for text, end in blocks:
-        waiting += text
-        while len(waiting) > PIECE_CHARACTERS:
-            cut = seam(waiting, PIECE_CHARACTERS)
-            yield Piece(waiting[:cut], first, False, end)
-            waiting, first = waiting[cut:], False
-    if waiting or not first:
-        yield Piece(waiting, first, True, end)
-
-
-def seam(text: str, limit: int) -> int:
-    """Where to cut `text` so that both sides give the tokens of the whole: after the last lone
-    newline, else before the last lone space, at most `limit`; else at `limit`.
-
-    Pre-tokenizers join runs of white space, so the white space at a seam must be one character.
-    """
-    for mark, after in (("\n", 1), (" ", 0)):
-        at = text.rfind(mark, 1, limit - 1)
-        while at > 0 and (text[at - 1].isspace() or text[at + 1].isspace()):
-            at = text.rfind(mark, 1, at)
-        if at > 0:
-            return at + after
-    return limit
+        Raises:
+            DiskError: the file cannot be written.
+        """
+        if self._used != self._known:
+            write_json(self._path, self._used)

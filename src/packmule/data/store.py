@@ -1,31 +1,26 @@
 """The token store: the ids of all documents in one flat file, made once per content.
 
-    tokens.bin      ids, uint16 (vocabulary below 65536) or uint32, little endian
-    documents.bin   int64, where each document begins, and the end: documents + 1 numbers
-    meta.json       StoreMeta
-
-Each document ends with the end-of-text token and, where the tokenizer says so, begins with bos.
+tokens.bin      ids, uint16 (vocabulary below 65536) or uint32, little endian
+documents.bin   int64, where each document begins, and the end: documents + 1 numbers
+loss.bin        one bit per token, lowest first: it carries loss; not there where all do
+meta.json       StoreMeta
 """
 
 from __future__ import annotations
 
-import hashlib
-import json
-from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import BinaryIO
+from typing import Literal
 
 import numpy as np
+from pydantic import Field
 
-from packmule.data.files import Reader, atomic_folder, disk_errors, read_text, write_json
-from packmule.data.sources import Piece, Source, read_pieces
-from packmule.data.tokenizer import TextTokenizer
+from packmule.data.files import Reader, read_text
 from packmule.errors import DamagedFile, DataError
 from packmule.spec.records import Record
 
-FORMAT = 1
-_BATCH_CHARACTERS = 1 << 18
-_OFFSETS_HELD = 1 << 14
+FORMAT = 2
+_READ = (1, FORMAT)
+_COUNTED_TOKENS = 1 << 20
 
 
 class SourceMeta(Record):
@@ -36,12 +31,67 @@ class SourceMeta(Record):
     sha256: str
 
 
+class Segment(Record):
+    """Part of an example: its text, and whether it carries loss."""
+
+    text: str
+    loss: bool
+
+
+class FormatReport(Record):
+    """The files of one entry that have one format.
+
+    Attributes:
+        file: the first of them.
+        columns: of its first record.
+        trained: tokens that carry loss.
+        example: the beginning of its first document, decoded.
+    """
+
+    format: str
+    files: int
+    file: str
+    columns: tuple[str, ...] = ()
+    documents: int
+    tokens: int
+    trained: int
+    example: tuple[Segment, ...] = ()
+
+
+class EntryReport(Record):
+    """One entry of `data.path`: what its files hold, and what was left out.
+
+    Attributes:
+        empty: records without text.
+        unanswered: documents in which nothing carries loss.
+        duplicates: documents that resemble an earlier one.
+        tools: documents with tool definitions, which are left out, or tool calls, read as text.
+    """
+
+    documents: int
+    tokens: int
+    trained: int
+    empty: int = 0
+    unanswered: int = 0
+    duplicates: int = 0
+    tools: int = 0
+    formats: tuple[FormatReport, ...] = ()
+
+
+class Run(Record):
+    """Documents that follow each other in the store, of one entry and one way of carrying loss."""
+
+    entry: int
+    masked: bool = Field(description="of a format in which some tokens carry no loss")
+    documents: int
+
+
 class StoreMeta(Record):
     """What a store holds and what it was made from."""
 
     format: int = FORMAT
     key: str
-    dtype: str
+    dtype: Literal["<u2", "<u4"]
     vocab: int
     tokenizer_sha256: str
     add_bos: bool
@@ -50,12 +100,9 @@ class StoreMeta(Record):
     sources: tuple[SourceMeta, ...]
     documents: int
     tokens: int
-
-
-def store_key(tokenizer: TextTokenizer, sources: Sequence[Source]) -> str:
-    """sha256 of everything that decides the store's bytes: contents, not names."""
-    parts = [FORMAT, tokenizer.digest, [(s.path.suffix.lower(), s.sha256) for s in sources]]
-    return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
+    masked: bool = Field(default=False, description="some tokens carry no loss: there is a loss.bin")
+    entries: tuple[EntryReport, ...] = ()
+    runs: tuple[Run, ...] = ()
 
 
 class TokenStore:
@@ -73,20 +120,23 @@ class TokenStore:
         path = folder / "meta.json"
         self.folder = folder
         self.meta = StoreMeta.parse_json(read_text(path), str(path))
-        if self.meta.format != FORMAT or self.meta.dtype not in ("<u2", "<u4"):
+        if self.meta.format not in _READ:
             raise DataError(
                 f"{path}: format {self.meta.format} is not supported.", "delete the folder; it is made again"
             )
         self._dtype = np.dtype(self.meta.dtype)
-        self._tokens = Reader(folder / "tokens.bin")
-        self._documents = Reader(folder / "documents.bin")
-        expected = (self.meta.tokens * self._dtype.itemsize, (self.meta.documents + 1) * 8)
-        for reader, length in zip((self._tokens, self._documents), expected, strict=True):
-            if reader.bytes != length:
-                raise DamagedFile(
-                    f"{reader.path} has {reader.bytes} bytes instead of {length}.",
-                    "delete its folder; it is made again",
-                )
+        self._tokens = self._open("tokens.bin", self.meta.tokens * self._dtype.itemsize)
+        self._documents = self._open("documents.bin", (self.meta.documents + 1) * 8)
+        self._loss = self._open("loss.bin", -(-self.meta.tokens // 8)) if self.meta.masked else None
+
+    def _open(self, name: str, length: int) -> Reader:
+        reader = Reader(self.folder / name)
+        if reader.bytes != length:
+            raise DamagedFile(
+                f"{reader.path} has {reader.bytes} bytes instead of {length}.",
+                "delete its folder; it is made again",
+            )
+        return reader
 
     def read_into(self, out: np.ndarray, start: int) -> None:
         """Fill `out` (int64 [n]) with the ids from token `start` on."""
@@ -99,6 +149,39 @@ class TokenStore:
         out = np.empty(length, np.int64)
         self.read_into(out, start)
         return out
+
+    def trained(self, start: int, length: int) -> np.ndarray | None:
+        """bool [length], which tokens from `start` on carry loss as targets; None where all tokens do."""
+        return None if self._loss is None else self._bits(self._loss, start, length)
+
+    @staticmethod
+    def _bits(reader: Reader, start: int, length: int) -> np.ndarray:
+        first, last = start // 8, -(-(start + length) // 8)
+        packed = np.empty(last - first, np.uint8)
+        reader.read_into(packed, first)
+        bits = np.unpackbits(packed, bitorder="little")
+        return bits[start - first * 8 :][:length].astype(bool)
+
+    def trained_before(self, at: np.ndarray) -> np.ndarray:
+        """How many tokens before each position carry loss.
+
+        Args:
+            at: int64 [n], not decreasing, each at most the number of tokens.
+
+        Returns:
+            int64 [n].
+        """
+        if self._loss is None:
+            return at.astype(np.int64)
+        found, before, done = np.empty(len(at), np.int64), 0, 0
+        for start in range(0, self.meta.tokens, _COUNTED_TOKENS):
+            length = min(_COUNTED_TOKENS, self.meta.tokens - start)
+            bits = self._bits(self._loss, start, length)
+            sums = np.concatenate([[0], np.cumsum(bits, dtype=np.int64)])
+            upto = int(np.searchsorted(at, start + length, "right"))
+            found[done:upto] = before + sums[at[done:upto] - start]
+            done, before = upto, before + int(sums[-1])
+        return found
 
     def document_bounds(self, first: int = 0, count: int | None = None) -> np.ndarray:
         """int64 [count + 1]: where documents first..first+count begin, and where the last ends."""
@@ -114,98 +197,6 @@ class TokenStore:
 
     def close(self) -> None:
         """Close the files."""
-        self._tokens.close()
-        self._documents.close()
-
-
-def write_store(
-    folder: Path, tokenizer: TextTokenizer, sources: Sequence[Source], progress: Callable[[int], None]
-) -> StoreMeta:
-    """Tokenize the sources into `folder`, which appears complete or not at all.
-
-    Memory does not grow with the input: about 256 Ki characters are in flight at a time, besides
-    the longest line of a .jsonl file. Empty documents are left out.
-
-    Args:
-        progress: called with the bytes of all sources read so far.
-
-    Raises:
-        DataError: no text at all, or a source that cannot be used.
-        DiskError: the disk is full or read-only.
-    """
-    dtype = np.dtype("<u2" if tokenizer.vocab < 1 << 16 else "<u4")
-    with atomic_folder(folder) as temporary, disk_errors(folder):
-        with (
-            open(temporary / "tokens.bin", "wb") as tokens,
-            open(temporary / "documents.bin", "wb") as documents,
-        ):
-            writer = _Writer(tokenizer, dtype, tokens, documents)
-            for batch, done in _batches(sources):
-                writer.add(batch)
-                progress(done)
-            writer.finish()
-        if not writer.documents:
-            names = ", ".join(str(source.path) for source in sources[:3])
-            raise DataError(f"the dataset holds no text ({names}).", "check that the files are not empty")
-        meta = StoreMeta(
-            key=store_key(tokenizer, sources),
-            dtype=dtype.str,
-            vocab=tokenizer.vocab,
-            tokenizer_sha256=tokenizer.digest,
-            add_bos=tokenizer.add_bos,
-            bos=tokenizer.bos,
-            eos=tokenizer.eos,
-            sources=tuple(SourceMeta(path=str(s.path), bytes=s.bytes, sha256=s.sha256) for s in sources),
-            documents=writer.documents,
-            tokens=writer.tokens,
-        )
-        write_json(temporary / "meta.json", meta.model_dump(mode="json"))
-    return meta
-
-
-def _batches(sources: Sequence[Source]) -> Iterator[tuple[list[Piece], int]]:
-    """Pieces of about 256 Ki characters in all, and the bytes of all sources read so far."""
-    before, batch, size = 0, list[Piece](), 0
-    for source in sources:
-        for piece in read_pieces(source):
-            batch.append(piece)
-            size += len(piece.text) + 64
-            if size >= _BATCH_CHARACTERS:
-                yield batch, before + piece.end
-                batch, size = [], 0
-        before += source.bytes
-    yield batch, before
-
-
-class _Writer:
-    def __init__(
-        self, tokenizer: TextTokenizer, dtype: np.dtype, tokens: BinaryIO, documents: BinaryIO
-    ) -> None:
-        self._tokenizer, self._dtype = tokenizer, dtype
-        self._tokens_file, self._documents_file = tokens, documents
-        self.tokens = self.documents = 0
-        self._starts = [0]
-
-    def add(self, batch: Sequence[Piece]) -> None:
-        encoded: list[list[int]] = [[]] * len(batch)
-        for first, encode in ((True, self._tokenizer.encode), (False, self._tokenizer.encode_continued)):
-            chosen = [i for i, piece in enumerate(batch) if piece.first is first]
-            for i, ids in zip(chosen, encode([batch[i].text for i in chosen]), strict=True):
-                encoded[i] = ids
-        flat: list[int] = []
-        for piece, ids in zip(batch, encoded, strict=True):
-            if piece.first and self._tokenizer.add_bos and self._tokenizer.bos is not None:
-                flat.append(self._tokenizer.bos)
-            flat += ids
-            if piece.last:
-                flat.append(self._tokenizer.eos)
-                self.documents += 1
-                self._starts.append(self.tokens + len(flat))
-        self.tokens += len(flat)
-        self._tokens_file.write(np.array(flat, self._dtype).tobytes())
-        if len(self._starts) >= _OFFSETS_HELD:
-            self.finish()
-
-    def finish(self) -> None:
-        self._documents_file.write(np.array(self._starts, "<i8").tobytes())
-        self._starts.clear()
+        for reader in (self._tokens, self._documents, self._loss):
+            if reader is not None:
+                reader.close()

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,7 +22,8 @@ from packmule.errors import DataError
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
-_COPIED = ("special_tokens_map.json", "chat_template.jinja", "added_tokens.json")
+_TEMPLATE = "chat_template.jinja"
+_COPIED = ("special_tokens_map.json", "added_tokens.json")
 _ANCHOR = "\n"
 
 
@@ -37,6 +38,7 @@ class TextTokenizer:
         add_bos: whether each document begins with `bos`.
         config: what tokenizer_config.json holds.
         source: the file or folder it came from, for messages.
+        template: a file with a chat template in place of the model's own, or None.
     """
 
     backend: Tokenizer
@@ -47,6 +49,7 @@ class TextTokenizer:
     add_bos: bool
     config: dict[str, Any] = field(repr=False)
     source: Path
+    template: Path | None = None
 
     @classmethod
     def from_folder(cls, folder: Path) -> TextTokenizer:
@@ -108,6 +111,71 @@ class TextTokenizer:
             for ids, text in zip(joined, texts, strict=True)
         ]
 
+    def encode_places(self, texts: Sequence[str]) -> list[tuple[list[int], np.ndarray, np.ndarray]]:
+        """Like `encode`, with where each token begins and ends in its text: int64 [n] each, in characters."""
+        found = []
+        # a post-processor may trim white space off what a token covers; none is needed here
+        processor = self.backend.post_processor
+        self.backend.post_processor = None
+        try:
+            for encoding in self.backend.encode_batch(list(texts), add_special_tokens=False):
+                places = np.array(encoding.offsets, np.int64).reshape(-1, 2)
+                found.append((encoding.ids, places[:, 0], places[:, 1]))
+        finally:
+            self.backend.post_processor = processor
+        return found
+
+    @cached_property
+    def specials(self) -> tuple[str, ...]:
+        """The special tokens of the vocabulary, by id."""
+        added = self.backend.get_added_tokens_decoder()
+        return tuple(token.content for _, token in sorted(added.items()) if token.special)
+
+    @cached_property
+    def chat_template(self) -> str | None:
+        """The model's chat template, or None: chat_template.jinja, then tokenizer_config.json."""
+        if self.template_file is not None:
+            return read_text(self.template_file)
+        found = self.config.get("chat_template")
+        if isinstance(found, list):  # several, by name
+            named = {entry.get("name"): entry.get("template") for entry in found if isinstance(entry, dict)}
+            found = named.get("default")
+        return found if isinstance(found, str) and found else None
+
+    @cached_property
+    def template_file(self) -> Path | None:
+        """The file the chat template is in, if it has one of its own."""
+        if self.template is not None:
+            return self.template
+        path = self.source / _TEMPLATE
+        return path if self.source.is_dir() and path.exists() else None
+
+    @cached_property
+    def special_variables(self) -> dict[str, str]:
+        """What chat templates may use: bos_token, eos_token, ... as text."""
+        path = self.source / "special_tokens_map.json"
+        named = read_json(path) if self.source.is_dir() and path.exists() else {}
+        found = {}
+        for name, token in {**named, **self.config}.items():
+            content = token.get("content") if isinstance(token, dict) else token
+            if name.endswith("_token") and isinstance(content, str):
+                found[name] = content
+        for name, index in (("bos_token", self.bos), ("eos_token", self.eos), ("pad_token", self.pad)):
+            if index is not None:
+                found.setdefault(name, str(self.backend.id_to_token(index)))
+        return found
+
+    def with_template(self, path: Path) -> TextTokenizer:
+        """This tokenizer with another chat template.
+
+        Raises:
+            DataError: the file cannot be read.
+        """
+        changed = replace(self, template=path)
+        if not changed.chat_template:
+            raise DataError(f"the chat template {path} is empty.", "name another with data.chat_template")
+        return changed
+
     def decode(self, ids: Sequence[int] | np.ndarray, special: bool = False) -> str:
         """Text of token ids; special tokens are left out unless `special`."""
         return str(self.backend.decode([int(i) for i in ids], skip_special_tokens=not special))
@@ -127,6 +195,10 @@ class TextTokenizer:
         write_text(folder / "tokenizer.json", self.backend.to_str())
         write_json(folder / "tokenizer_config.json", self.config)
         copy_files(self.source, folder, _COPIED)
+        if self.template_file is not None:
+            write_text(folder / _TEMPLATE, self.chat_template or "")
+        elif folder.resolve() != self.source.resolve():
+            (folder / _TEMPLATE).unlink(missing_ok=True)  # of an earlier start
 
 
 def _vocab(backend: Tokenizer) -> int:

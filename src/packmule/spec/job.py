@@ -12,9 +12,9 @@ import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import PurePath
-from typing import Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
-from pydantic import ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import ConfigDict, Discriminator, Field, Tag, ValidationError, field_validator, model_validator
 
 from packmule.errors import ConfigError
 from packmule.spec.job_text import collect
@@ -23,15 +23,20 @@ from packmule.spec.job_values import (
     AutoCount,
     AutoFlag,
     Clip,
+    FormatName,
     OptimizerName,
     OptionalText,
     Paths,
     PrecisionName,
+    ReadNamed,
+    ReadSources,
     ReportTo,
     ResumeFrom,
     SchedulerName,
+    Similarity,
     Steps,
     Text,
+    TrainOn,
     UpdateName,
     ValSize,
     Where,
@@ -67,17 +72,80 @@ class Model(Section):
     init: Literal["pretrained", "random"] = "pretrained"
 
 
+class DataSource(Section):
+    """One source of a mix."""
+
+    path: Text
+    weight: float | None = Field(default=None, gt=0, description="share of the rows, beside the others'")
+
+
+PathOrSource = Annotated[
+    Annotated[Text, Tag("path")] | Annotated[DataSource, Tag("source")],
+    Discriminator(lambda value: "path" if isinstance(value, (str, int, float)) else "source"),
+]
+
+
+class ValidationData(Section):
+    """Validation data of its own, and the name its metrics go by."""
+
+    name: Text
+    path: Paths = Field(min_length=1)
+
+
 class Data(Section):
     """What it is trained on."""
 
-    path: Paths = Field(default=(), description="files, folders or globs; empty when only planning")
-    format: Literal["auto", "text"] = "auto"
+    path: Annotated[tuple[PathOrSource, ...], ReadSources] = Field(
+        default=(), description="files, folders, globs, or {path, weight}; empty when only planning"
+    )
+    format: FormatName = Field(default="auto", description="of records; auto: told by their columns")
+    columns: dict[str, str] = Field(default={}, description="our name of a column -> the files'")
+    train_on: TrainOn = Field(default="assistant", description="all: prompts and users' turns carry loss too")
+    chat_template: OptionalText = Field(default=None, description="a Jinja file in place of the model's own")
+    long_documents: Literal["auto", "split", "truncate", "drop"] = Field(
+        default="auto", description="longer than a row; auto: text is split, conversations truncated"
+    )
+    deduplicate: Similarity = Field(
+        default=None, description="leave out documents so similar (Jaccard) to an earlier one"
+    )
     val_size: ValSize = Field(
         default=0.02, description="held out for validation: a share (< 1) or a number of documents"
     )
-    val_path: OptionalText = Field(
-        default=None, description="validation data of its own; val_size is then unused"
+    val_path: Annotated[tuple[ValidationData, ...], ReadNamed] = Field(
+        default=(), description="validation data of its own, one or several by name; val_size is then unused"
     )
+
+    @property
+    def sources(self) -> tuple[DataSource, ...]:
+        """`path` as sources."""
+        return tuple(DataSource(path=s) if isinstance(s, str) else s for s in self.path)
+
+    @property
+    def paths(self) -> tuple[str, ...]:
+        """The paths of all sources."""
+        return tuple(source.path for source in self.sources)
+
+    @property
+    def weights(self) -> tuple[float, ...]:
+        """One per source of a mix; empty where there is none."""
+        return tuple(source.weight for source in self.sources if source.weight is not None)
+
+    @model_validator(mode="after")
+    def _agree(self) -> Data:
+        if self.weights and len(self.weights) < len(self.path):
+            unweighted = next(source.path for source in self.sources if source.weight is None)
+            raise ConfigError(
+                f"`data.path`: {unweighted} has no weight, and others have.",
+                "give every source a weight, or none",
+            )
+        names = [found.name for found in self.val_path]
+        if len(set(names)) < len(names):
+            twice = next(name for name in names if names.count(name) > 1)
+            raise ConfigError(
+                f"`data.val_path`: two sets go by the name {twice!r}.",
+                "name them: {first: PATH, second: PATH}",
+            )
+        return self
 
 
 class Train(Section):
@@ -313,11 +381,14 @@ def promises(job: Job) -> dict[str, Any]:
     kept: dict[str, Any] = {
         "model.path": last(job.model.path),
         "model.init": job.model.init,
-        "data.path": [last(path) for path in job.data.path],
-        "data.format": job.data.format,
-        "data.val_path": last(job.data.val_path),
+        "data.path": [last(path) for path in job.data.paths],
+        "data.weights": list(job.data.weights),
+        "data.chat_template": last(job.data.chat_template),
+        "data.val_path": [[found.name, *map(last, found.path)] for found in job.data.val_path],
     }
-    if job.data.val_path is None:
+    for key in ("format", "columns", "train_on", "long_documents", "deduplicate"):
+        kept[f"data.{key}"] = getattr(job.data, key)
+    if not job.data.val_path:
         kept["data.val_size"] = job.data.val_size
     for key in ("max_seq_length", "global_batch_size", "seed", "max_steps", "epochs", "max_tokens"):
         kept[f"train.{key}"] = getattr(job.train, key)

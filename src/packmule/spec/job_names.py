@@ -13,6 +13,9 @@ _BY_FIELD = {
     "model.path": "model_name_or_path base_model checkpoint_dir model_path model_name",
     "data.path": "dataset dataset_name dataset_path datasets local_dataset train_file",
     "data.format": "dataset_format",
+    "data.chat_template": "template chat_template_path",
+    "data.deduplicate": "dedup deduplication near_duplicates",
+    "data.long_documents": "long_sequences excess_length_strategy overlong",
     "data.val_size": "val_set_size validation_split test_size",
     "data.val_path": "validation_file eval_dataset val_dataset",
     "train.output_dir": "out_dir output",
@@ -62,7 +65,7 @@ FIXED: dict[str, tuple[tuple[str, ...], str]] = {
     "load_in_4bit": (("false", "null"), "weights are trained in full precision"),
     "adapter": (("null",), "all parameters are trained; there are no adapters yet"),
     "finetuning_type": (("full",), "all parameters are trained; there are no adapters yet"),
-    "stage": (("pt",), "only plain text is trained on; every token carries loss"),
+    "stage": (("pt", "sft"), "the data decides: conversations and prompts carry loss on answers only"),
     "do_train": (("true",), "`packmule train` trains"),
     "do_eval": (("true", "false"), "evaluation follows `train.eval_steps`"),
     "eval_strategy": (("steps", "no", "false"), "evaluation follows `train.eval_steps`"),
@@ -89,10 +92,29 @@ def _warmup(value: Any) -> tuple[str, Any]:
     return ("optim.warmup_ratio" if is_share else "optim.warmup_steps"), value
 
 
+def _flag_to_train_on(all_when: bool) -> Callable[[Any], tuple[str, Any] | None]:
+    """A switch of another tool that makes prompts carry loss when it is `all_when`."""
+
+    def convert(value: Any) -> tuple[str, Any] | None:
+        if value is None:
+            return None
+        on = str(value).lower() in ("true", "yes", "on")
+        off = str(value).lower() in ("false", "no", "off")
+        return "data.train_on", ("all" if on is all_when else "assistant") if on or off else value
+
+    return convert
+
+
 CONVERTED: dict[str, Callable[[Any], tuple[str, Any] | None]] = {
     "bf16": _flag_to_precision("bf16-mixed"),
     "fp32": _flag_to_precision("fp32"),
     "warmup": _warmup,
+    "train_on_prompt": _flag_to_train_on(True),
+    "train_on_inputs": _flag_to_train_on(True),
+    "mask_prompt": _flag_to_train_on(False),
+    "assistant_only_loss": _flag_to_train_on(False),
+    "completion_only_loss": _flag_to_train_on(False),
+    "train_on_completions": _flag_to_train_on(False),
 }
 """name -> function from its value to (dotted field, value), or None where it changes nothing."""
 

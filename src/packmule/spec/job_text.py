@@ -228,7 +228,9 @@ class _Names:
             return entry.value
         value = read_scalar(entry.value)
         return (
-            entry.value if self.fields[section][name] and not isinstance(value, (list, type(None))) else value
+            entry.value
+            if self.fields[section][name] and not isinstance(value, (list, dict, type(None)))
+            else value
         )
 
     def field_of(self, entry: _Entry) -> str:

@@ -7,6 +7,7 @@ pydantic adds the field's name and value.
 from __future__ import annotations
 
 import math
+from pathlib import PurePath
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field
@@ -15,6 +16,14 @@ from packmule.errors import ConfigError
 from packmule.spec.units import parse_bytes
 
 Where = Literal["auto", "ram", "disk"]
+
+_FORMATS = {
+    **dict.fromkeys(("chat", "chatml", "openai", "conversational"), "messages"),
+    **dict.fromkeys(("completion", "prompt-response"), "prompt-completion"),
+    **dict.fromkeys(("tokenized", "pretokenized", "pre-tokenized", "input-ids"), "tokens"),
+    **dict.fromkeys(("instruction", "instruct"), "alpaca"),
+    "conversations": "sharegpt", "pretraining": "text", "plain": "text", "dpo": "preference",
+}  # fmt: skip
 
 _PRECISIONS = {
     "auto": "auto",
@@ -89,6 +98,53 @@ def _paths(value: Any) -> Any:
     return (value,) if isinstance(value, str) else value
 
 
+def _sources(value: Any) -> Any:
+    if value is None:
+        return ()
+    entries = [value] if isinstance(value, (str, dict)) else value
+    if isinstance(entries, (list, tuple)) and any(isinstance(entry, dict) for entry in entries):
+        return [entry if isinstance(entry, dict) else {"path": entry} for entry in entries]
+    return entries
+
+
+def _named(value: Any) -> Any:
+    """Validation data as {name, path} entries: from a path, several, or a mapping of names."""
+    if value is None or value in ((), []):
+        return ()
+    if isinstance(value, dict) and not {"name", "path"} >= value.keys():
+        return [{"name": str(name), "path": path} for name, path in value.items()]
+    entries = [value] if isinstance(value, (str, dict)) else value
+    if not isinstance(entries, (list, tuple)):
+        return value
+    single = len(entries) == 1
+    return [
+        {"name": "validation" if single else file_stem(entry), "path": entry}
+        if isinstance(entry, str)
+        else entry
+        for entry in entries
+    ]
+
+
+def file_stem(path: str) -> str:
+    """The name of a file without its suffixes: "code" of "data/code.jsonl.gz"."""
+    return PurePath(path).name.split(".")[0] or path
+
+
+def _format(value: Any) -> Any:
+    name = str(value).lower().replace("_", "-")
+    return _FORMATS.get(name, name)
+
+
+def _train_on(value: Any) -> Any:
+    return {"true": "all", "false": "assistant"}.get(str(value).lower(), value)
+
+
+def _similarity(value: Any) -> Any:
+    if value is None or str(value).lower() in ("false", "no", "off"):
+        return None
+    return 0.8 if value is True or str(value).lower() in ("true", "yes", "on") else value
+
+
 def _clip(value: Any) -> Any:
     off = isinstance(value, (int, float)) and not isinstance(value, bool) and value <= 0
     return None if off else value
@@ -124,6 +180,14 @@ Steps = Annotated[int | None, Field(ge=1), BeforeValidator(unset_if_minus_one)]
 OptionalText = Annotated[str | None, Field(min_length=1)]
 Text = Annotated[str, Field(min_length=1)]
 Paths = Annotated[tuple[Text, ...], BeforeValidator(_paths)]
+FormatName = Annotated[
+    Literal["auto", "text", "alpaca", "sharegpt", "messages", "prompt-completion", "preference", "tokens"],
+    BeforeValidator(_format),
+]
+TrainOn = Annotated[Literal["assistant", "all"], BeforeValidator(_train_on)]
+Similarity = Annotated[float | None, Field(gt=0, le=1), BeforeValidator(_similarity)]
+ReadSources = BeforeValidator(_sources)
+ReadNamed = BeforeValidator(_named)
 ValSize = Annotated[int | float, BeforeValidator(_val_size)]
 PrecisionName = Annotated[Literal["auto", "fp32", "bf16-mixed", "fp64"], BeforeValidator(_precision)]
 UpdateName = Literal["auto", "after-backward", "on-backward", "on-fetch"]

@@ -53,18 +53,22 @@ def nearest(name: str, valid: list[str]) -> str | None:
 
 
 def _fields_at(cls: type[BaseModel], path: tuple[int | str, ...]) -> list[str]:
-    current: Any = cls
+    current: type[BaseModel] | None = cls
     for step in path:
-        if not (isinstance(current, type) and issubclass(current, BaseModel)):
+        if current is None:
             return []
         field = current.model_fields.get(str(step))
-        if field is None:
-            return []
-        options = [field.annotation, *getattr(field.annotation, "__args__", ())]
-        current = next((o for o in options if isinstance(o, type) and issubclass(o, BaseModel)), None)
-    if isinstance(current, type) and issubclass(current, BaseModel):
-        return list(current.model_fields)
-    return []
+        if field is not None:  # else a place in a list, or the name of a choice
+            current = _model_in(field.annotation)
+    return [] if current is None else list(current.model_fields)
+
+
+def _model_in(annotation: Any) -> type[BaseModel] | None:
+    """The first record an annotation holds, at any depth."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return annotation
+    inner = (_model_in(argument) for argument in getattr(annotation, "__args__", ()))
+    return next((found for found in inner if found is not None), None)
 
 
 def _explain(cls: type[BaseModel], error: ValidationError, source: str) -> tuple[str, str]:

@@ -11,7 +11,8 @@ from packmule.checkpoint.head import HEAD_NAME, Head, read_head
 from packmule.checkpoint.reader import StateReader
 from packmule.checkpoint.snapshots import snapshots
 from packmule.checkpoint.verify import verify as verify_state
-from packmule.data.prepare import PrepareReport, PrepareRequest, open_data
+from packmule.data.prepared import open_data
+from packmule.data.report import PrepareReport, PrepareRequest
 from packmule.errors import ConfigError, DamagedFile
 from packmule.graph.costs import Costs
 from packmule.kernels import checksum
@@ -56,7 +57,7 @@ def evaluate(
             data = Path(temporary) / "data"
             _prepare(folder, environment, dataset, head, Path(temporary))
         found = open_data(data)
-        chosen = found.validation if found.validation is not None else None
+        chosen = found.validation[0].rows if found.validation else None
         if chosen is None:
             raise ConfigError(f"{folder.path} has no validation data.", "give text with --dataset")
         count = min(rows or len(chosen), len(chosen))
@@ -71,9 +72,13 @@ def _prepare(
 ) -> PrepareReport:
     """Tokenize other text with the run's tokenizer, all of it for validation."""
     report: dict[str, Any] = {}
+    data = folder.job().data
     request = PrepareRequest(
         model=str(folder.model),
         dataset=dataset,
+        columns=data.columns,
+        train_on=data.train_on,
+        long_documents=data.long_documents,
         max_seq_length=head.numerics.max_seq_length,
         val_size=0.0,
         validation_only=True,

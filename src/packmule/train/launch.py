@@ -11,7 +11,7 @@ from typing import Any
 
 from packmule.checkpoint.head import Head
 from packmule.checkpoint.lock import RunLock
-from packmule.data.prepare import PrepareReport, PrepareRequest
+from packmule.data.report import PrepareReport, PreviewReport
 from packmule.errors import ConfigError, DamagedFile, DiskError
 from packmule.plan.explain import tables
 from packmule.plan.search import Found, search
@@ -21,6 +21,7 @@ from packmule.spec.environment import Environment
 from packmule.spec.job import Job, changed_promises
 from packmule.spec.plan import Numerics, Plan
 from packmule.spec.units import format_bytes, format_seconds
+from packmule.train.data import prepare_request, preview_data, preview_tables
 from packmule.train.folder import RunFolder, read_log
 from packmule.train.memory import process_memory
 from packmule.train.messages import Request
@@ -53,16 +54,23 @@ class Planned:
         found: the search it came from.
         situation: what it was asked.
         steps: of the run, where the job says it without looking at data.
+        data: the formats of the data and an example of each, or why there are none.
     """
 
     plan: Plan
     found: Found
     situation: Situation
     steps: int | None
+    data: PreviewReport | str
 
     def tables(self) -> list[Table]:
-        """What the plan is, and why."""
-        return tables(self.situation, self.found, self.steps)
+        """What the plan is, and why, and what the data looks like."""
+        return [*tables(self.situation, self.found, self.steps), *preview_tables(self.data)]
+
+    def shown_json(self) -> str:
+        """The plan, with the data's formats and examples as `data`, or a string there that says why not."""
+        data = self.data if isinstance(self.data, str) else self.data.model_dump(mode="json")["sources"]
+        return json.dumps({**json.loads(self.plan.to_json()), "data": data}, indent=2) + "\n"
 
     def __str__(self) -> str:
         return plain(self.tables()).rstrip("\n")
@@ -99,7 +107,7 @@ class Planned:
 
 
 def make_plan(job: Job, environment: Environment, progress: Progress) -> Planned:
-    """Plan a job without running it; data is not read.
+    """Plan a job without running it; of the data only first records are read.
 
     Raises:
         PackmuleError: see the parts; DoesNotFit when nothing fits.
@@ -118,7 +126,7 @@ def make_plan(job: Job, environment: Environment, progress: Progress) -> Planned
     )
     tokenizer = tokenizer_bytes(Path(job.model.path).expanduser(), shape) if positions else 0
     found = search(with_own_memory(situation, tokenizer))
-    return Planned(found.plan, found, situation, job.train.max_steps)
+    return Planned(found.plan, found, situation, job.train.max_steps, preview_data(job, environment))
 
 
 def _search(situation: Situation, tokenizer: int) -> tuple[Situation, Found]:
@@ -199,7 +207,8 @@ class _Start:
         head = self._head
         hardware = hardware_of(job, self.environment, show.fraction)
         show.machine(hardware)
-        report = self._prepare_data()
+        budget = ram_budget(job, hardware)
+        report = self._prepare_data(budget)
         show.data(report)
         shape = folder.shape()
         steps = total_steps(job, report)
@@ -208,7 +217,7 @@ class _Start:
             numerics = self._numerics_of(head, numerics)
         positions = text_positions(report.sample_ids, job.train.sample_tokens, shape)
         situation = make_situation(
-            job, shape, hardware, ram_budget(job, hardware), report, numerics,
+            job, shape, hardware, budget, report, numerics,
             head is not None and not self.renumber, positions,
         )  # fmt: skip
         tokenizer = tokenizer_bytes(folder.model, shape) if positions else 0
@@ -286,18 +295,8 @@ class _Start:
             )
         return kept
 
-    def _prepare_data(self) -> PrepareReport:
-        job = self.job
-        request = PrepareRequest(
-            model=job.model.path,
-            dataset=job.data.path,
-            max_seq_length=job.train.max_seq_length,
-            val_size=float(job.data.val_size),
-            seed=job.train.seed,
-            out=str(self.folder.path),
-            random_init=job.model.init == "random",
-            sample_prompt=job.train.sample_prompt or "",
-        )
+    def _prepare_data(self, budget: int) -> PrepareReport:
+        request = prepare_request(self.job, self.folder.path, budget - process_memory().peak - WATCH_BYTES)
         self.show.phase("prepare data")
         run_child(
             "packmule.data.prepare", request.model_dump_json(), self.on_event, self.environment.of_child()

@@ -12,7 +12,7 @@ from packmule.checkpoint.head import HEAD_NAME, Head, Progress
 from packmule.checkpoint.reader import StateReader
 from packmule.checkpoint.snapshots import restore, rotate, snapshot, snapshot_path, snapshots
 from packmule.data.batches import Batches
-from packmule.data.prepare import open_data
+from packmule.data.prepared import open_data
 from packmule.data.tokenizer import TextTokenizer
 from packmule.engine.engine import Engine, Needs
 from packmule.engine.executor import Stopped
@@ -60,7 +60,8 @@ class Loop:
         self.store = self._make_store()
         data = open_data(folder.data)
         self.rows = Batches(data.store, data.train, self.plan.numerics.seed)
-        self.validation = None if data.validation is None else Batches(data.store, data.validation, 0)
+        found = data.validation[0] if data.validation else None
+        self.validation = None if found is None else Batches(found.store, found.rows, 0)
         self.tokenizer = TextTokenizer.from_folder(folder.model) if request.sample_ids else None
         self.tokens = 0
         self.step = 0

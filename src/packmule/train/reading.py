@@ -9,7 +9,7 @@ from typing import Any
 
 from packmule.checkpoint.reader import StateReader
 from packmule.data.batches import Batches
-from packmule.data.prepare import open_data
+from packmule.data.prepared import open_data
 from packmule.data.tokenizer import TextTokenizer
 from packmule.engine.engine import Engine, Needs
 from packmule.engine.executor import Stopped
@@ -42,10 +42,9 @@ def _engine(request: Request, folder: RunFolder, signals: Any) -> Engine:
 def evaluate(request: Request, folder: RunFolder, sender: Sender, signals: Any) -> None:
     """Loss over `evaluation_rows` validation rows; sends one "evaluation" event."""
     data = open_data(Path(request.data))
-    rows = data.validation if data.validation is not None else None
-    if rows is None:
+    if not data.validation:
         raise ConfigError("The run has no validation data.", "give text with --dataset, or set data.val_size")
-    batches = Batches(data.store, rows, 0)
+    batches = Batches(data.validation[0].store, data.validation[0].rows, 0)
     engine = _engine(request, folder, signals)
 
     def groups() -> Iterator[list[Batch]]:

@@ -15,6 +15,7 @@ from packmule.plan.explain import tables as plan_tables
 from packmule.plan.table import Table
 from packmule.probe import explain as explain_hardware
 from packmule.spec.units import format_bytes, format_seconds
+from packmule.train.data import data_tables
 from packmule.train.memory import process_memory
 from packmule.train.tables import print_tables, wrapped
 
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
 
     from rich.console import Console
 
-    from packmule.data.prepare import PrepareReport
+    from packmule.data.report import PrepareReport
     from packmule.plan.search import Found
     from packmule.plan.situation import Situation
     from packmule.spec.hardware import Hardware
@@ -117,16 +118,7 @@ class Show:
         if self._json:
             self._emit({"event": "data", "report": report.model_dump(mode="json")})
             return
-        train, held_out = report.train, report.validation
-        fill = f"{report.train_fill_percent:.1f} % full"
-        rows = [
-            ("documents", f"{report.documents:,}, {report.tokens:,} tokens"),
-            ("training rows", f"{train.rows:,} of at most {train.max_seq_length} tokens, {fill}"),
-            ("held out", f"{held_out.rows:,} rows, for validation" if held_out else "nothing"),
-        ]
-        if train.documents_cut:
-            rows.insert(2, ("cut", f"{train.documents_cut:,} documents longer than a row, into pieces"))
-        self._tables([Table("data", tuple(rows))])
+        self._tables(data_tables(report))
 
     def plan(self, situation: Situation, found: Found, step: int, total: int, prompt: str) -> None:
         """What will be done.

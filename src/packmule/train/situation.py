@@ -10,7 +10,7 @@ from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 
-from packmule.data.prepare import PrepareReport
+from packmule.data.report import PrepareReport
 from packmule.data.sources import find_files
 from packmule.errors import ConfigError, DataError
 from packmule.graph.costs import Costs
@@ -132,9 +132,10 @@ def make_situation(
     mean = length * UNKNOWN_MEAN_LENGTH_SHARE if report is None else report.train.mean_length_by_token
     train, checkpoint = job.train, job.checkpoint
     if report is None:
-        validation = (train.eval_rows or UNKNOWN_EVALUATION_ROWS) if job.data.val_size else 0
+        held_out = job.data.val_size or job.data.val_path
+        validation = (train.eval_rows or UNKNOWN_EVALUATION_ROWS) if held_out else 0
     else:
-        validation = 0 if report.validation is None else report.validation.rows
+        validation = report.validation[0].rows.rows if report.validation else 0
     return Situation(
         shape=shape,
         hardware=hardware,
@@ -259,11 +260,6 @@ def refuse_unoffered(job: Job) -> None:
     Raises:
         ConfigError: names the key.
     """
-    if job.data.val_path is not None:
-        raise ConfigError(
-            "`data.val_path` is not offered yet.",
-            "hold data out with `data.val_size`, a share or a number of documents",
-        )
     if job.train.update == "on-backward" and job.optim.max_grad_norm:
         raise ConfigError(
             "`train.update` = 'on-backward' updates a block before the global gradient norm is known, "
@@ -284,7 +280,9 @@ def check_inputs(job: Job) -> None:
         ConfigError, DataError: names the path.
     """
     check_length(job.train.max_seq_length, shape_of(Path(job.model.path).expanduser()))
-    find_files(job.data.path)
+    find_files(job.data.paths)
+    for held_out in job.data.val_path:
+        find_files(held_out.path)
 
 
 def check_length(length: int, shape: ModelShape) -> None:

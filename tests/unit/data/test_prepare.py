@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -12,8 +13,11 @@ from typing import Any
 
 import pytest
 
+from packmule.data.batches import Batches
 from packmule.data.gguf_tokenizer import tokenizer_from_gguf
-from packmule.data.prepare import main, open_data
+from packmule.data.prepare import main
+from packmule.data.prepared import open_data
+from packmule.data.preview import preview
 
 TEXTS = ["the cat sat on the mat", "a mule carried 12 models", "once upon a time " * 30, "the end"]
 
@@ -52,10 +56,13 @@ def test_child_writes_model_and_data_and_reports_without_torch(request_of: dict[
     report = lines[-1]["report"]
     out = Path(request_of["out"])
     data = open_data(out / "data")
-    assert data.validation is not None
+    [held_out] = data.validation
     assert report["documents"] == data.store.meta.documents == len(TEXTS)
     assert report["tokens"] == data.store.meta.tokens
-    assert (report["train"]["documents"], report["validation"]["documents"]) == (len(TEXTS) - 1, 1)
+    assert (report["train"]["documents"], held_out.rows.meta.documents) == (len(TEXTS) - 1, 1)
+    assert report["validation"] == [
+        {"name": "validation", "rows": held_out.rows.meta.model_dump(mode="json")}
+    ]
     assert report["train"] == data.train.meta.model_dump(mode="json")
     assert report["train_fill_percent"] == pytest.approx(100 * data.train.meta.fill)
     names = {path.name for path in (out / "model").iterdir()}
@@ -123,3 +130,159 @@ def test_folder_without_weights_needs_random_init(request_of: dict[str, Any], tm
     changes = {"model": str(Path(request_of["out"]) / "model"), "out": str(tmp_path / "again")}
     code, lines = run({**request_of, **changes})
     assert code == 2 and "model.safetensors" in lines[-1]["cause"]
+
+
+def report_of(request: dict[str, Any]) -> dict[str, Any]:
+    code, lines = run(request)
+    assert code == 0, lines
+    return dict(lines[-1]["report"])
+
+
+def test_validation_sets_have_stores_of_their_own_and_names(
+    request_of: dict[str, Any], tmp_path: Path
+) -> None:
+    sets = []
+    for name, texts in (("code", ["def f(): pass", "x = 1"]), ("prose", ["the mule, the mill"])):
+        path = tmp_path / f"{name}.jsonl"
+        path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+        sets.append({"name": name, "dataset": [str(path)]})
+    report = report_of({**request_of, "validation": sets})
+    data = open_data(Path(request_of["out"]) / "data")
+    assert [found.name for found in data.validation] == ["code", "prose"]
+    assert [found["name"] for found in report["validation"]] == ["code", "prose"]
+    assert [found.rows.meta.documents for found in data.validation] == [2, 1]
+    # nothing of the training data is held out beside them
+    assert report["train"]["documents"] == len(TEXTS)
+    [prose] = [found for found in data.validation if found.name == "prose"]
+    tokenizer = tokenizer_from_gguf(Path(request_of["model"]))
+    assert tokenizer.decode(prose.store.document(0)) == "the mule, the mill"
+
+
+def test_a_mix_reports_its_sources(request_of: dict[str, Any], tmp_path: Path) -> None:
+    other = tmp_path / "other.txt"
+    other.write_text("and now for something completely different " * 9)
+    request = {**request_of, "dataset": [*request_of["dataset"], str(other)], "val_size": 0}
+    report = report_of({**request, "weights": [0.75, 0.25]})
+    assert [(group["weight"]) for group in report["train"]["groups"]] == [3, 1]
+    assert [source["weight"] for source in report["sources"]] == [0.75, 0.25]
+    assert [source["held"]["documents"] for source in report["sources"]] == [len(TEXTS), 1]
+    assert [source["rows"] for source in report["sources"]] == [g["rows"] for g in report["train"]["groups"]]
+    plain = report_of(request)
+    assert plain["reused"] and plain["train"]["groups"] == []
+    assert plain["train"]["tokens"] == report["train"]["tokens"]
+
+
+def test_near_duplicates_are_left_out_on_request_and_listed(
+    request_of: dict[str, Any], tmp_path: Path
+) -> None:
+    path = tmp_path / "twice.jsonl"
+    path.write_text(
+        "".join(json.dumps({"text": text}) + "\n" for text in [*TEXTS, TEXTS[1].upper(), TEXTS[3]])
+    )
+    request = {**request_of, "dataset": [str(path)], "val_size": 0}
+    assert report_of(request)["documents"] == len(TEXTS) + 2
+    for _ in range(2):  # the second time from the store
+        report = report_of({**request, "deduplicate": 0.8})
+        assert report["documents"] == len(TEXTS)
+        assert report["sources"][0]["held"]["duplicates"] == 2
+        _, *lines = Path(report["duplicates"]).read_text().splitlines()
+        assert [json.loads(line)["document"] for line in lines] == [4, 5]
+
+
+def test_a_second_start_reads_neither_data_nor_tokens(
+    request_of: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a resume costs before its first step: the files are looked at, not read."""
+    path = Path(request_of["dataset"][0])
+    before = path.stat().st_mtime - 10
+    os.utime(path, (before, before))
+    first = report_of(request_of)
+
+    def no_reading(*_: Any) -> None:
+        raise AssertionError("data was read again")
+
+    for name in ("prepare.write_store", "prepare.write_rows", "sources.hash_file"):
+        monkeypatch.setattr(f"packmule.data.{name}", no_reading)
+    again = report_of(request_of)
+    assert again["reused"]
+    for key in ("train", "validation", "sources", "tokens"):
+        assert again[key] == first[key]
+    # the same size and another time: it is read
+    path.write_text(path.read_text().replace("mule", "male"))
+    with pytest.raises(AssertionError, match="read again"):
+        run(request_of)
+
+
+def test_damaged_stores_and_rows_are_made_again(request_of: dict[str, Any]) -> None:
+    report_of(request_of)
+    folder = Path(request_of["out"]) / "data"
+    kept = {path: path.read_bytes() for path in folder.rglob("*.bin")}
+    for path, content in kept.items():
+        path.write_bytes(content[:-1])
+        report_of(request_of)
+        assert path.read_bytes() == content, path.name
+
+
+def test_old_stores_and_rows_are_still_read() -> None:
+    frozen = Path(__file__).parents[2] / "frozen" / "train-v1" / "data"
+    data = open_data(frozen)
+    assert (data.store.meta.format, data.train.meta.format) == (1, 1)
+    [held_out] = data.validation
+    assert held_out.name == "validation" and held_out.store is data.store
+    assert data.store.trained(0, 5) is None
+    batches = Batches(data.store, data.train, 42)
+    assert batches.targets(batches.row_ids(0, 4)) > 0
+
+
+def test_a_template_of_the_job_goes_with_the_model_and_leaves_with_it(
+    request_of: dict[str, Any], tmp_path: Path
+) -> None:
+    template = tmp_path / "mine.jinja"
+    template.write_text(
+        "{% for m in messages %}{{ m.role + ': ' + m.content + '\n' }}{% endfor %}"
+        "{% if add_generation_prompt %}{{ 'assistant:' }}{% endif %}"
+    )
+    chat = tmp_path / "chat.jsonl"
+    turns = [{"role": "user", "content": "the cat"}, {"role": "assistant", "content": "sat on the mat"}]
+    chat.write_text(json.dumps({"messages": turns}) + "\n")
+    request = {**request_of, "dataset": [str(chat)], "val_size": 0, "chat_template": str(template)}
+    request["max_seq_length"] = 64
+    report = report_of(request)
+    [example] = [found["example"] for found in report["sources"][0]["held"]["formats"]]
+    assert [part["text"] for part in example if part["loss"]] == [" sat on the mat\n<|im_end|>"]
+    kept = Path(request_of["out"]) / "model" / "chat_template.jinja"
+    assert kept.read_text() == template.read_text()
+    report_of(request_of)
+    assert not kept.exists()
+
+
+def test_the_preview_shows_formats_and_writes_nothing(request_of: dict[str, Any], tmp_path: Path) -> None:
+    out = io.StringIO()
+    other = tmp_path / "b.csv"
+    other.write_text("prompt,completion\nthe cat, sat\n")
+    request = {**request_of, "dataset": [*request_of["dataset"], str(other)]}
+    assert main([json.dumps(request)], io.StringIO(), out, preview) == 0
+    report = json.loads(out.getvalue().splitlines()[-2])["report"]
+    formats = [source["held"]["formats"][0] for source in report["sources"]]
+    assert [found["format"] for found in formats] == ["text", "prompt-completion"]
+    assert formats[0]["example"] == [{"text": TEXTS[0] + "<|im_end|>", "loss": True}]
+    assert formats[1]["example"] == [
+        {"text": "the cat", "loss": False},
+        {"text": " sat<|im_end|>", "loss": True},
+    ]
+    assert not Path(request_of["out"]).exists()
+
+
+def test_more_memory_than_allowed_is_one_error(request_of: dict[str, Any], tmp_path: Path) -> None:
+    path = tmp_path / "long.jsonl"
+    path.write_text(json.dumps({"text": "the mule " * (9 << 20)}))
+    request = {**request_of, "dataset": [str(path)], "ram_bytes": 256 << 20}
+    done = subprocess.run(
+        [sys.executable, "-m", "packmule.data.prepare", json.dumps(request)],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 2, done.stderr
+    [error] = [line for line in map(json.loads, done.stdout.splitlines()) if line["event"] == "error"]
+    assert "more memory than the budget leaves" in error["cause"]

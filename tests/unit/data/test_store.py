@@ -15,8 +15,11 @@ import pytest
 from tests.unit.data.samples import random_text
 
 from packmule.data.gguf_tokenizer import tokenizer_from_gguf
-from packmule.data.sources import PIECE_CHARACTERS, find_files, hash_file, read_pieces
-from packmule.data.store import TokenStore, store_key, write_store
+from packmule.data.records import read_records
+from packmule.data.sources import find_files, hash_file
+from packmule.data.store import TokenStore
+from packmule.data.text import PIECE_CHARACTERS
+from packmule.data.tokenize import store_key, write_store
 from packmule.data.tokenizer import TextTokenizer
 from packmule.errors import DamagedFile, DataError, DiskError
 
@@ -32,7 +35,7 @@ def nothing(done: int) -> None:
 
 def build(folder: Path, tokenizer: TextTokenizer, *paths: Path) -> TokenStore:
     sources = [hash_file(path, nothing) for path in find_files([str(path) for path in paths])]
-    write_store(folder, tokenizer, sources, nothing)
+    write_store(folder, tokenizer, [sources], nothing)
     return TokenStore(folder)
 
 
@@ -71,7 +74,7 @@ def test_key_follows_contents_and_tokenizer_but_not_names(
     def key(name: str, text: str, used: TextTokenizer) -> str:
         path = tmp_path / name
         path.write_text(text)
-        return store_key(used, [hash_file(path, nothing)])
+        return store_key(used, [[hash_file(path, nothing)]])
 
     base = key("a.txt", "hello", tokenizer)
     assert key("b.txt", "hello", tokenizer) == base
@@ -81,7 +84,7 @@ def test_key_follows_contents_and_tokenizer_but_not_names(
 
 
 def test_folders_and_globs_are_searched_in_order(tmp_path: Path) -> None:
-    for name in ("b.txt", "a.md", "sub/c.jsonl", "sub/skip.csv", ".hidden/d.txt", "z.jsonl"):
+    for name in ("b.txt", "a.md", "sub/c.jsonl", "sub/skip.png", ".hidden/d.txt", "z.jsonl"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text("x")
     names = [path.name for path in find_files([str(tmp_path)])]
@@ -116,24 +119,24 @@ def test_bad_data_is_named_and_leaves_no_store(
 
 @pytest.mark.parametrize(("dataset", "message"), [
     (["nowhere.txt"], "no such file"),
-    (["empty"], "holds no .txt"),
-    (["a.csv"], "not a known kind"),
+    (["empty"], "holds no file of a known kind"),
+    (["a.png"], "not a known kind"),
     ([], "no dataset"),
 ])  # fmt: skip
 def test_unusable_dataset_is_named(dataset: list[str], message: str, tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
-    (tmp_path / "a.csv").write_text("x")
+    (tmp_path / "a.png").write_text("x")
     with pytest.raises(DataError, match=message):
         find_files([str(tmp_path / item) for item in dataset])
 
 
 def test_file_that_changes_after_hashing_is_refused(tmp_path: Path) -> None:
-    path = tmp_path / "a.txt"
-    path.write_text("one")
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"text": "one"}')
     source = hash_file(path, nothing)
-    path.write_text("other")
+    path.write_text('{"text": "other"}')
     with pytest.raises(DataError, match="changed"):
-        list(read_pieces(source))
+        list(read_records(source))
 
 
 def test_truncated_store_is_damaged(tmp_path: Path, tokenizer: TextTokenizer) -> None:
@@ -163,9 +166,9 @@ from pathlib import Path
 from packmule.data.gguf_tokenizer import tokenizer_from_gguf
 from packmule.data.prepare import peak_ram_bytes
 from packmule.data.sources import hash_file
-from packmule.data.store import write_store
+from packmule.data.tokenize import write_store
 path, gguf, out = map(Path, sys.argv[1:])
-write_store(out, tokenizer_from_gguf(gguf), [hash_file(path, lambda n: None)], lambda n: None)
+write_store(out, tokenizer_from_gguf(gguf), [[hash_file(path, lambda n: None)]], lambda n: None)
 print(peak_ram_bytes())
 """
 
@@ -178,7 +181,7 @@ def test_memory_does_not_grow_with_the_input(
     text = random_text(rng, 10_000)
     unit = text + "\n" if suffix == ".txt" else json.dumps({"text": text[:2000]}) + "\n"
     peaks = []
-    for size in (1 << 19, 3 << 20):
+    for size in (2 << 20, 6 << 20):
         path = tmp_path / f"{size}{suffix}"
         path.write_text(unit * (size // len(unit)), encoding="utf-8", newline="")
         command = [
@@ -191,5 +194,5 @@ def test_memory_does_not_grow_with_the_input(
         ]
         peaks.append(int(subprocess.run(command, check=True, capture_output=True, text=True).stdout))
     print(f"peaks: {peaks}")
-    # the ids of the larger input alone would take some 40 MiB as Python numbers
+    # the ids of the larger input alone would take some 80 MiB as Python numbers
     assert peaks[1] - peaks[0] < 12 << 20

@@ -87,7 +87,7 @@ def test_byte_level_ids_equal_slow_bpe(
 def test_text_in_pieces_has_the_ids_of_the_whole(
     byte_level: Callable[..., Path], sentencepiece: Path, seed: int
 ) -> None:
-    from packmule.data.sources import seam
+    from packmule.data.text import seam
 
     rng = random.Random(seed)
     for path in (*(byte_level(pre) for pre in PATTERNS), sentencepiece):

@@ -69,11 +69,12 @@ def test_a_bad_value_names_source_field_value_and_fix(
     assert "hint: change" in message
 
 
-def test_every_field_refuses_a_mapping() -> None:
+def test_every_field_refuses_a_nested_mapping() -> None:
+    nested = {"a": {"b": 1}}
     for section, kind in SECTIONS.items():
         for key in kind.model_fields:
             with pytest.raises(ConfigError, match=rf"`{section}\.{key}"):
-                job(**{section: {"path": "m", key: {"a": 1}} if section == "model" else {key: {"a": 1}}})
+                job(**{section: {"path": "m", key: nested} if section == "model" else {key: nested}})
 
 
 def test_a_job_cannot_be_changed() -> None:
