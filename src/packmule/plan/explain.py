@@ -10,7 +10,7 @@ from packmule.plan.table import Table, plain
 from packmule.shapes.bodies import dtypes
 from packmule.shapes.layout import ITEMSIZE
 from packmule.shapes.model import ModelShape
-from packmule.spec.plan import PhaseMemory, Plan
+from packmule.spec.plan import Numerics, PhaseMemory, Plan
 from packmule.spec.units import format_bytes, format_seconds
 
 _BOTTLENECK = {"cores": "compute", "disk": "disk"}
@@ -51,7 +51,7 @@ def decisions(shape: ModelShape, plan: Plan) -> list[tuple[str, str]]:
     rows = [
         (
             "precision",
-            f"{numerics.precision}, {_count(numerics.threads, 'thread')}, {numerics.kernels} kernels",
+            f"{numerics.precision}{_products(numerics)}, {_count(numerics.threads, 'thread')}, {numerics.kernels} kernels",
         ),
         (
             "global batch",
@@ -90,6 +90,10 @@ def _micro(plan: Plan) -> str:
     cut = "+".join(str(rows) for rows in sizes)
     order = "each block runs all of them" if plan.order == "breadth" else "one after the other"
     return f", in micro-batches {cut} ({order})"
+
+
+def _products(numerics: Numerics) -> str:
+    return f" multiplied in {numerics.products}" if numerics.products else ""
 
 
 def _activations(plan: Plan) -> str:
