@@ -167,20 +167,23 @@ def _commit_seconds(situation: Situation, plan: Plan, sizes: Sizes) -> float:
     return cost / _commit_steps(situation, plan, sizes)
 
 
+def _by_bound(situation: Situation) -> list[tuple[int, int, Plan]]:
+    """(bytes that it needs at least, index, plan) of every candidate, the least first."""
+    sizes = Sizes.of(situation.shape, situation.numerics.precision)
+    bounds = (
+        (ram_bound(situation.shape, plan, sizes) + batch_bytes(plan), index, plan)
+        for index, plan in enumerate(candidates(situation))
+    )
+    return sorted(bounds, key=lambda item: item[:2])
+
+
 def leanest(situation: Situation) -> tuple[Plan, int]:
     """The plan with the least memory, by bounds, and what it really needs.
 
     Returns:
         (plan, bytes of the process tree)
     """
-    sizes = Sizes.of(situation.shape, situation.numerics.precision)
-    ranked = sorted(
-        (
-            (ram_bound(situation.shape, plan, sizes) + batch_bytes(plan), index, plan)
-            for index, plan in enumerate(candidates(situation))
-        ),
-        key=lambda item: item[:2],
-    )
+    ranked = _by_bound(situation)
     best: tuple[Plan, int] | None = None
     for _, _, plan in ranked[:LEAN]:
         predicted = predict(situation, plan)
@@ -233,18 +236,21 @@ def _partial_ways(situation: Situation, changes: Changes, needed: int) -> list[s
     ways: list[str] = []
     chosen: tuple[str, ...] = ()
     for _ in range(2):
-        least = needed
-        best: tuple[Situation, tuple[str, ...]] | None = None
-        for name in changes:
-            if any(name.split()[0] == other.split()[0] for other in chosen):
-                continue
-            changed = _changed(situation, changes, (*chosen, name))
-            _, size = leanest(changed)
-            if size < least * (1 - WORTH_SAVING):
-                least, best = size, (changed, (*chosen, name))
-        if best is None:
+        bounds = {
+            (*chosen, name): _by_bound(_changed(situation, changes, (*chosen, name)))[:1]
+            for name in changes
+            if all(name.split()[0] != other.split()[0] for other in chosen)
+        }
+        # Bounds choose, since working every change out would take longer than a user waits.
+        chosen = min(
+            bounds, key=lambda names: bounds[names][0][0] if bounds[names] else UNBOUNDED, default=()
+        )
+        if not chosen or not bounds[chosen]:
             break
-        changed, chosen = best
+        changed = _changed(situation, changes, chosen)
+        _, least = leanest(changed)
+        if least > needed * (1 - WORTH_SAVING):
+            break
         needed = least
         found = _search(replace(changed, budget_bytes=_rounded(least)), FEW)
         if found is not None:
