@@ -51,7 +51,8 @@ def decisions(shape: ModelShape, plan: Plan) -> list[tuple[str, str]]:
     rows = [
         (
             "precision",
-            f"{numerics.precision}{_products(numerics)}, {_count(numerics.threads, 'thread')}, {numerics.kernels} kernels",
+            f"{numerics.precision}{_products(numerics)}, {_count(numerics.threads, 'thread')}, "
+            f"{numerics.kernels} kernels",
         ),
         (
             "global batch",

@@ -242,11 +242,10 @@ def _partial_ways(situation: Situation, changes: Changes, needed: int) -> list[s
             if all(name.split()[0] != other.split()[0] for other in chosen)
         }
         # Bounds choose, since working every change out would take longer than a user waits.
-        chosen = min(
-            bounds, key=lambda names: bounds[names][0][0] if bounds[names] else UNBOUNDED, default=()
-        )
-        if not chosen or not bounds[chosen]:
+        offered = {names: ranked[0][0] for names, ranked in bounds.items() if ranked}
+        if not offered:
             break
+        chosen = min(offered, key=lambda names: offered[names])
         changed = _changed(situation, changes, chosen)
         _, least = leanest(changed)
         if least > needed * (1 - WORTH_SAVING):
