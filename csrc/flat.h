@@ -1,4 +1,4 @@
-// Embedding, gradient accumulation, casts, norms and AdamW. Shapes and formulas: contract.py.
+// Embedding, soft caps, gradient accumulation, casts, norms and AdamW. Shapes and formulas: contract.py.
 #pragma once
 
 #include <stdlib.h>
@@ -17,10 +17,23 @@ PM_INLINE bool inside(const int64_t* ids, int64_t n, int64_t size) {
 }
 
 template <class C>
-int embedding(Pool* pool, int64_t n, int64_t vocab, int64_t h, const C* table, const int64_t* ids, C* out) {
+int embedding(Pool* pool, int64_t n, int64_t vocab, int64_t h, const C* table, const int64_t* ids, C* out,
+              double scale, bool add) {
+  using S = typename Wide<C>::type;
   if (!inside(ids, n, vocab)) return 1;
+  const bool copy = scale == 1 && !add;
   parallel(pool, n, h * 2 * sizeof(C), [=](int64_t begin, int64_t end) {
-    for (int64_t i = begin; i < end; ++i) memcpy(out + i * h, table + ids[i] * h, h * sizeof(C));
+    for (int64_t row = begin; row < end; ++row) {
+      const C* from = table + ids[row] * h;
+      C* to = out + row * h;
+      if (copy)
+        memcpy(to, from, h * sizeof(C));
+      else
+        each(0, h, [&](int64_t i, auto lanes) {
+          const V<S> a = load(from + i, lanes) * S(scale);
+          store(to + i, add ? load(to + i, lanes) + a : a, lanes);
+        });
+    }
   });
   return 0;
 }
@@ -28,7 +41,7 @@ int embedding(Pool* pool, int64_t n, int64_t vocab, int64_t h, const C* table, c
 // Columns are shared out, so each element sees its tokens in order.
 template <class C>
 int embedding_backward(Pool* pool, int64_t n, int64_t vocab, int64_t h, const C* dy, const int64_t* ids,
-                       typename Wide<C>::type* grad, bool first) {
+                       typename Wide<C>::type* grad, bool first, double scale) {
   using S = typename Wide<C>::type;
   if (!inside(ids, n, vocab)) return 1;
   if (first)
@@ -41,11 +54,34 @@ int embedding_backward(Pool* pool, int64_t n, int64_t vocab, int64_t h, const C*
       S* to = grad + ids[t] * h;
       const C* from = dy + t * h;
       each(low, high, [&](int64_t i, auto lanes) {
-        store(to + i, load(to + i, lanes) + load(from + i, lanes), lanes);
+        store(to + i, load(to + i, lanes) + load(from + i, lanes) * S(scale), lanes);
       });
     }
   });
   return 0;
+}
+
+// x = cap * tanh(x * scale / cap).
+template <class C> void softcap(Pool* pool, int64_t count, C* x, double scale, double cap) {
+  using S = typename Wide<C>::type;
+  const S inside = S(scale / cap), outside = S(cap);
+  parallel_flat(pool, count, 2 * sizeof(C), [=](int64_t begin, int64_t end) {
+    each(begin, end, [&](int64_t i, auto lanes) {
+      store(x + i, hyperbolic_tangent(load(x + i, lanes) * inside) * outside, lanes);
+    });
+  });
+}
+
+template <class C>
+void softcap_backward(Pool* pool, int64_t count, C* dy, const C* y, double scale, double cap) {
+  using S = typename Wide<C>::type;
+  const S inverse = S(1 / cap), factor = S(scale);
+  parallel_flat(pool, count, 3 * sizeof(C), [=](int64_t begin, int64_t end) {
+    each(begin, end, [&](int64_t i, auto lanes) {
+      const V<S> t = load(y + i, lanes) * inverse;
+      store(dy + i, load(dy + i, lanes) * ((splat(S(1)) - t * t) * factor), lanes);
+    });
+  });
 }
 
 template <class S, class C>

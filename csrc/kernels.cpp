@@ -40,46 +40,89 @@ template <class A, class B> constexpr bool kMatch = sizeof(typename Wide<A>::typ
   using S [[maybe_unused]] = typename Wide<C>::type
 
 PM_API PM_NAME(rmsnorm)(Pool* pool, int dtype, int64_t n, int64_t h, const void* x, const void* weight,
-                        double eps, void* out, void* rstd) {
+                        double offset, double eps, void* out, void* rstd) {
   return with(dtype, [=](auto tag) {
     PM_TYPES(tag);
-    rmsnorm<C>(pool, n, h, (const C*)x, (const C*)weight, eps, (C*)out, (S*)rstd);
+    rmsnorm<C>(pool, n, h, (const C*)x, (const C*)weight, offset, eps, (C*)out, (S*)rstd);
     return 0;
+  });
+}
+
+PM_API PM_NAME(layernorm)(Pool* pool, int dtype, int64_t n, int64_t h, const void* x, const void* weight,
+                          const void* bias, double eps, void* out, void* mean, void* rstd) {
+  return with(dtype, [=](auto tag) {
+    PM_TYPES(tag);
+    layernorm<C>(pool, n, h, (const C*)x, (const C*)weight, (const C*)bias, eps, (C*)out, (S*)mean, (S*)rstd);
+    return 0;
+  });
+}
+
+PM_API PM_NAME(layernorm_backward)(Pool* pool, int dtype, int64_t n, int64_t h, const void* dy, const void* x,
+                                   const void* weight, const void* mean, const void* rstd, void* dx,
+                                   void* dweight, const void* residual, int first) {
+  return with(dtype, [=](auto tag) {
+    PM_TYPES(tag);
+    return layernorm_backward<C>(pool, n, h, (const C*)dy, (const C*)x, (const C*)weight, (const S*)mean,
+                                 (const S*)rstd, (C*)dx, (S*)dweight, (const C*)residual, first != 0);
+  });
+}
+
+PM_API PM_NAME(column_sums)(Pool* pool, int dtype, int64_t n, int64_t h, const void* x, void* out, int first) {
+  return with(dtype, [=](auto tag) {
+    PM_TYPES(tag);
+    return column_sums<C>(pool, n, h, (const C*)x, (S*)out, first != 0);
   });
 }
 
 PM_API PM_NAME(rmsnorm_backward)(Pool* pool, int dtype, int64_t n, int64_t h, const void* dy, const void* x,
-                                 const void* weight, const void* rstd, void* dx, void* dweight,
+                                 const void* weight, double offset, const void* rstd, void* dx, void* dweight,
                                  const void* residual, int first) {
   return with(dtype, [=](auto tag) {
     PM_TYPES(tag);
-    return rmsnorm_backward<C>(pool, n, h, (const C*)dy, (const C*)x, (const C*)weight, (const S*)rstd,
-                               (C*)dx, (S*)dweight, (const C*)residual, first != 0);
+    return rmsnorm_backward<C>(pool, n, h, (const C*)dy, (const C*)x, (const C*)weight, offset,
+                               (const S*)rstd, (C*)dx, (S*)dweight, (const C*)residual, first != 0);
   });
 }
 
-PM_API PM_NAME(rope)(Pool* pool, int dtype, int64_t n, int64_t heads, int64_t head_dim, int64_t rows, void* x,
-                     const void* cosines, const void* sines, const int32_t* positions, int inverse) {
+PM_API PM_NAME(rope)(Pool* pool, int dtype, int64_t n, int64_t heads, int64_t head_dim, int64_t half,
+                     int64_t rows, void* x, const void* cosines, const void* sines, const int32_t* positions, int inverse) {
   return with(dtype, [=](auto tag) {
     PM_TYPES(tag);
-    return rope<C>(pool, n, heads, head_dim, rows, (C*)x, (const S*)cosines, (const S*)sines, positions,
+    return rope<C>(pool, n, heads, head_dim, half, rows, (C*)x, (const S*)cosines, (const S*)sines, positions,
                    inverse != 0);
   });
 }
 
-PM_API PM_NAME(swiglu)(Pool* pool, int dtype, int64_t count, const void* gate, const void* up, void* out) {
+PM_API PM_NAME(activate)(Pool* pool, int dtype, int kind, int64_t count, const void* gate, const void* up, void* out) {
   return with(dtype, [=](auto tag) {
     PM_TYPES(tag);
-    swiglu<C>(pool, count, (const C*)gate, (const C*)up, (C*)out);
+    activate<C>(pool, kind, count, (const C*)gate, (const C*)up, (C*)out);
     return 0;
   });
 }
 
-PM_API PM_NAME(swiglu_backward)(Pool* pool, int dtype, int64_t count, const void* da, const void* gate,
-                                const void* up, void* dgate, void* dup) {
+PM_API PM_NAME(activate_backward)(Pool* pool, int dtype, int kind, int64_t count, const void* da,
+                                  const void* gate, const void* up, void* dgate, void* dup) {
   return with(dtype, [=](auto tag) {
     PM_TYPES(tag);
-    swiglu_backward<C>(pool, count, (const C*)da, (const C*)gate, (const C*)up, (C*)dgate, (C*)dup);
+    activate_backward<C>(pool, kind, count, (const C*)da, (const C*)gate, (const C*)up, (C*)dgate, (C*)dup);
+    return 0;
+  });
+}
+
+PM_API PM_NAME(softcap)(Pool* pool, int dtype, int64_t count, void* x, double scale, double cap) {
+  return with(dtype, [=](auto tag) {
+    PM_TYPES(tag);
+    softcap<C>(pool, count, (C*)x, scale, cap);
+    return 0;
+  });
+}
+
+PM_API PM_NAME(softcap_backward)(Pool* pool, int dtype, int64_t count, void* dy, const void* y, double scale,
+                                 double cap) {
+  return with(dtype, [=](auto tag) {
+    PM_TYPES(tag);
+    softcap_backward<C>(pool, count, (C*)dy, (const C*)y, scale, cap);
     return 0;
   });
 }
@@ -93,18 +136,18 @@ PM_API PM_NAME(cross_entropy)(Pool* pool, int dtype, int64_t chunk, int64_t voca
 }
 
 PM_API PM_NAME(embedding)(Pool* pool, int dtype, int64_t n, int64_t vocab, int64_t h, const void* table,
-                          const int64_t* ids, void* out) {
+                          const int64_t* ids, void* out, double scale, int add) {
   return with(dtype, [=](auto tag) {
     PM_TYPES(tag);
-    return embedding<C>(pool, n, vocab, h, (const C*)table, ids, (C*)out);
+    return embedding<C>(pool, n, vocab, h, (const C*)table, ids, (C*)out, scale, add != 0);
   });
 }
 
 PM_API PM_NAME(embedding_backward)(Pool* pool, int dtype, int64_t n, int64_t vocab, int64_t h, const void* dy,
-                                   const int64_t* ids, void* grad, int first) {
+                                   const int64_t* ids, void* grad, int first, double scale) {
   return with(dtype, [=](auto tag) {
     PM_TYPES(tag);
-    return embedding_backward<C>(pool, n, vocab, h, (const C*)dy, ids, (S*)grad, first != 0);
+    return embedding_backward<C>(pool, n, vocab, h, (const C*)dy, ids, (S*)grad, first != 0, scale);
   });
 }
 
@@ -154,10 +197,10 @@ PM_API PM_NAME(adamw)(Pool* pool, int grad_dtype, int weight_dtype, int64_t coun
 }
 
 PM_API PM_NAME(causal_softmax)(Pool* pool, int dtype, int64_t batch, int64_t n, int64_t m, void* scores,
-                               int64_t offset, double scale, void* lse) {
+                               int64_t offset, int64_t window, double scale, void* lse) {
   return with(dtype, [=](auto tag) {
     PM_TYPES(tag);
-    causal_softmax<C>(pool, batch, n, m, (C*)scores, offset, scale, (S*)lse);
+    causal_softmax<C>(pool, batch, n, m, (C*)scores, offset, window, scale, (S*)lse);
     return 0;
   });
 }

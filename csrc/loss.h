@@ -103,17 +103,19 @@ PM_INLINE Normalizer<S> softmax_row(C* row, int64_t n, S scale) {
 }
 
 template <class C>
-void causal_softmax(Pool* pool, int64_t batch, int64_t n, int64_t m, C* scores, int64_t offset, double scale,
-                    typename Wide<C>::type* lse) {
+void causal_softmax(Pool* pool, int64_t batch, int64_t n, int64_t m, C* scores, int64_t offset, int64_t window,
+                    double scale, typename Wide<C>::type* lse) {
   using S = typename Wide<C>::type;
   parallel(pool, batch * n, m * 2 * sizeof(C), [=](int64_t begin, int64_t end) {
     for (int64_t line = begin; line < end; ++line) {
       C* row = scores + line * m;
       const int64_t last = line % n + offset + 1;
-      const int64_t seen = last < m ? last : m;
-      const Normalizer<S> z = softmax_row(row, seen, S(scale));
+      const int64_t stop = last < m ? last : m;
+      const int64_t start = last > window ? last - window : 0;
+      const Normalizer<S> z = softmax_row(row + start, stop - start, S(scale));
       lse[line] = logarithm(z.sum) + z.shift;
-      memset(row + seen, 0, (m - seen) * sizeof(C));
+      memset(row, 0, start * sizeof(C));
+      memset(row + stop, 0, (m - stop) * sizeof(C));
     }
   });
 }

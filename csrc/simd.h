@@ -267,6 +267,34 @@ template <bool Negative> PM_INLINE V<double> exponential(V<double> a) {
   return load(lanes, Full());
 }
 
+// tanh to about one unit in the last place: near 0 an odd polynomial (coefficients: Cephes tanhf,
+// Moshier), elsewhere 1 - 2 / (e^(2 |a|) + 1) with a's sign.
+PM_INLINE V<float> hyperbolic_tangent(V<float> a) {
+  V<float> size;
+  for (int k = 0; k < V<float>::K; ++k) size.v[k] = (F)((U)a.v[k] & 0x7fffffffu);
+  const V<float> power = exponential<false>(size + size);
+  V<float> out;
+  for (int k = 0; k < V<float>::K; ++k) {
+    const F x = a.v[k], z = x * x;
+    F y = z * -5.70498872745e-3f + 2.06390887954e-2f;
+    y = y * z + -5.37397155531e-2f;
+    y = y * z + 1.33314422036e-1f;
+    y = y * z + -3.33332819422e-1f;
+    y = y * z * x + x;
+    const F far = 1.0f - 2.0f / (power.v[k] + 1.0f);
+    const F sided = (F)((U)far | ((U)x & 0x80000000u));
+    out.v[k] = size.v[k] < 0.625f ? y : sided;
+  }
+  return out;
+}
+
+PM_INLINE V<double> hyperbolic_tangent(V<double> a) {
+  double lanes[kLanes];
+  store(lanes, a, Full());
+  for (int i = 0; i < kLanes; ++i) lanes[i] = ::tanh(lanes[i]);
+  return load(lanes, Full());
+}
+
 // Of one number that is at most 0.
 template <class T> PM_INLINE T exponential_one(T a) { return lane(exponential<true>(splat(a)), 0); }
 

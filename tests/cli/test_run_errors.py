@@ -27,7 +27,16 @@ def model_with(bench: Bench, name: str, **changes: Any) -> str:
         ("act", {"hidden_act": "gelu"}, "act/config.json: hidden_act 'gelu' is not supported."),
         ("bert", {"model_type": "bert"}, "bert/config.json: model_type 'bert' is not supported."),
         ("hidden", {"hidden_size": None}, "hidden/config.json: 'hidden_size' is missing."),
-        ("bias", {"attention_bias": True}, "bias/config.json: attention_bias is not supported."),
+        (
+            "rope",
+            {"rope_scaling": {"rope_type": "spiral"}},
+            "rope/config.json: rope_scaling: rope_type 'spiral' is not supported.",
+        ),
+        (
+            "layers",
+            {"num_hidden_layers": "two"},
+            "layers/config.json: 'num_hidden_layers' is 'two', not a whole number of at least 1.",
+        ),
         ("none", None, "model none does not exist."),
     ],
 )

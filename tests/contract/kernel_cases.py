@@ -59,6 +59,7 @@ class Case:
 FLAT = ((1,), (7,), (17,), (1000,), (65537,))
 MATRIX = ((1, 1), (3, 7), (17, 17), (5, 1000), (600, 65), (1, 65537))
 EPS = 1e-5
+CAP = 30.0
 
 
 def make_rmsnorm(rng, dtype, size):
@@ -71,9 +72,12 @@ def make_rmsnorm(rng, dtype, size):
     }
 
 
-def formula_rmsnorm(t):
-    rstd = 1 / torch.sqrt(t["x"].square().mean(1) + EPS)
-    return {"rstd": rstd, "out": t["x"] * rstd[:, None] * t["weight"]}
+def formula_rmsnorm(offset: float):
+    def formula(t):
+        rstd = 1 / torch.sqrt(t["x"].square().mean(1) + EPS)
+        return {"rstd": rstd, "out": t["x"] * rstd[:, None] * (offset + t["weight"])}
+
+    return formula
 
 
 def make_rmsnorm_backward(residual: bool, first: bool):
@@ -91,20 +95,20 @@ def make_rmsnorm_backward(residual: bool, first: bool):
     return make
 
 
-def call_rmsnorm_backward(first: bool):
+def call_rmsnorm_backward(first: bool, offset: float = 0.0):
     def call(k, t):
         k.rmsnorm_backward(
-            t["dy"], t["x"], t["weight"], t["rstd"], t["dx"], t["dweight"], t.get("residual"), first
+            t["dy"], t["x"], t["weight"], t["rstd"], t["dx"], t["dweight"], t.get("residual"), first, offset
         )
 
     return call
 
 
-def formula_rmsnorm_backward(first: bool):
+def formula_rmsnorm_backward(first: bool, offset: float):
     def formula(t):
         """Autograd through the forward's formula, at the saved rstd's precision."""
         x, weight = t["x"].clone().requires_grad_(), t["weight"].clone().requires_grad_()
-        (x / torch.sqrt(x.square().mean(1, keepdim=True) + EPS) * weight).backward(t["dy"])
+        (x / torch.sqrt(x.square().mean(1, keepdim=True) + EPS) * (offset + weight)).backward(t["dy"])
         assert x.grad is not None and weight.grad is not None
         return {
             "dx": x.grad + t.get("residual", torch.zeros(1)),
@@ -114,9 +118,71 @@ def formula_rmsnorm_backward(first: bool):
     return formula
 
 
+def make_layernorm(rng, dtype, size):
+    n, h = size
+    return {
+        "x": normal(rng, n, h, dtype=dtype, scale=3) + 1,
+        "weight": normal(rng, h, dtype=dtype),
+        "bias": normal(rng, h, dtype=dtype),
+        "out": unset(n, h, dtype=dtype),
+        "mean": unset(n, dtype=wide(dtype)),
+        "rstd": unset(n, dtype=wide(dtype)),
+    }
+
+
+def formula_layernorm(t):
+    mean = t["x"].mean(1)
+    rstd = 1 / torch.sqrt(t["x"].var(1, correction=0) + EPS)
+    out = (t["x"] - mean[:, None]) * rstd[:, None] * t["weight"] + t["bias"]
+    return {"mean": mean, "rstd": rstd, "out": out}
+
+
+def make_layernorm_backward(residual: bool, first: bool):
+    def make(rng, dtype, size):
+        t = make_rmsnorm_backward(residual, first)(rng, dtype, size)
+        x = t["x"].double()
+        t["mean"] = x.mean(1).to(wide(dtype))
+        t["rstd"] = (1 / torch.sqrt(x.var(1, correction=0) + EPS)).to(wide(dtype))
+        return t
+
+    return make
+
+
+def call_layernorm_backward(first: bool):
+    def call(k, t):
+        inputs = (t["dy"], t["x"], t["weight"], t["mean"], t["rstd"])
+        k.layernorm_backward(*inputs, t["dx"], t["dweight"], t.get("residual"), first)
+
+    return call
+
+
+def formula_layernorm_backward(first: bool):
+    def formula(t):
+        """Autograd through torch's layer norm."""
+        x, weight = t["x"].clone().requires_grad_(), t["weight"].clone().requires_grad_()
+        torch.nn.functional.layer_norm(x, x.shape[1:], weight, None, EPS).backward(t["dy"])
+        assert x.grad is not None and weight.grad is not None
+        return {
+            "dx": x.grad + t.get("residual", torch.zeros(1)),
+            "dweight": weight.grad + (0 if first else t["dweight"]),
+        }
+
+    return formula
+
+
+def make_column_sums(first: bool):
+    def make(rng, dtype, size):
+        n, h = size
+        g = wide(dtype)
+        out = unset(h, dtype=g) if first else normal(rng, h, dtype=g)
+        return {"x": normal(rng, n, h, dtype=dtype), "out": out}
+
+    return make
+
+
 def make_rope(rng, dtype, size):
-    n, heads, dim = size
-    angle = normal(rng, 50, dim // 2, dtype=torch.float64)
+    n, heads, dim, *turned = size
+    angle = normal(rng, 50, (turned or [dim])[0] // 2, dtype=torch.float64)
     return {
         "x": normal(rng, n, heads * dim, dtype=dtype),
         "cos": angle.cos().to(wide(dtype)),
@@ -132,30 +198,66 @@ def formula_rope(inverse: bool):
         x = t["x"].view(len(t["positions"]), -1, int(t["dim"]))
         at = t["positions"].long()
         cos, sin = (torch.cat((t[name][at],) * 2, -1)[:, None] for name in ("cos", "sin"))
+        x, rest = x.split((cos.shape[-1], x.shape[-1] - cos.shape[-1]), -1)
         low, high = x.chunk(2, -1)
         turned = torch.cat((-high, low), -1)
-        return {"x": (x * cos + turned * (-sin if inverse else sin)).flatten(1)}
+        x = x * cos + turned * (-sin if inverse else sin)
+        return {"x": torch.cat((x, rest), -1).flatten(1)}
 
     return formula
 
 
-def make_swiglu(rng, dtype, size):
+ACTIVATED = {
+    "silu": torch.nn.functional.silu,
+    "gelu_tanh": lambda x: torch.nn.functional.gelu(x, approximate="tanh"),
+}
+
+
+def make_activate(gated: bool):
+    def make(rng, dtype, size):
+        t = {"gate": normal(rng, *size, dtype=dtype, scale=4), "out": unset(*size, dtype=dtype)}
+        return t | ({"up": normal(rng, *size, dtype=dtype)} if gated else {})
+
+    return make
+
+
+def formula_activate(kind: str):
+    return lambda t: {"out": ACTIVATED[kind](t["gate"]) * t.get("up", 1)}
+
+
+def make_activate_backward(gated: bool):
+    def make(rng, dtype, size):
+        names = ("da", "gate", "up") if gated else ("da", "gate")
+        t = {name: normal(rng, *size, dtype=dtype, scale=2) for name in names}
+        return t | {f"d{name}": unset(*size, dtype=dtype) for name in names[1:]}
+
+    return make
+
+
+def call_activate_backward(kind: str):
+    return lambda k, t: k.activate_backward(t["da"], t["gate"], t.get("up"), t["dgate"], t.get("dup"), kind)
+
+
+def formula_activate_backward(kind: str):
+    def formula(t):
+        gate, up = t["gate"].clone().requires_grad_(), t.get("up", torch.ones(1)).clone().requires_grad_()
+        (ACTIVATED[kind](gate) * up).backward(t["da"])
+        return {"dgate": gate.grad} | ({"dup": up.grad} if "up" in t else {})
+
+    return formula
+
+
+def make_softcap(rng, dtype, size):
+    x = normal(rng, *size, dtype=dtype, scale=40)
+    x[::3] /= 1000
+    return {"x": x}
+
+
+def make_softcap_backward(rng, dtype, size):
     return {
-        "gate": normal(rng, *size, dtype=dtype, scale=4),
-        "up": normal(rng, *size, dtype=dtype),
-        "out": unset(*size, dtype=dtype),
+        "dy": normal(rng, *size, dtype=dtype),
+        "y": (torch.tanh(normal(rng, *size, dtype=torch.float64)) * CAP).to(dtype),
     }
-
-
-def make_swiglu_backward(rng, dtype, size):
-    t = {name: normal(rng, *size, dtype=dtype, scale=2) for name in ("da", "gate", "up")}
-    return t | {name: unset(*size, dtype=dtype) for name in ("dgate", "dup")}
-
-
-def formula_swiglu_backward(t):
-    gate, up = t["gate"].clone().requires_grad_(), t["up"].clone().requires_grad_()
-    (gate / (1 + torch.exp(-gate)) * up).backward(t["da"])
-    return {"dgate": gate.grad, "dup": up.grad}
 
 
 def make_cross_entropy(rng, dtype, size):
@@ -186,6 +288,10 @@ def make_embedding(rng, dtype, size):
     }
 
 
+def make_embedding_added(rng, dtype, size):
+    return make_embedding(rng, dtype, size) | {"out": normal(rng, *size, dtype=dtype)}
+
+
 def make_embedding_backward(first: bool):
     def make(rng, dtype, size):
         n, h = size
@@ -199,10 +305,10 @@ def make_embedding_backward(first: bool):
     return make
 
 
-def formula_embedding_backward(first: bool):
+def formula_embedding_backward(first: bool, scale: float):
     def formula(t):
         onehot = torch.nn.functional.one_hot(t["ids"], 13).double()
-        return {"grad": onehot.T @ t["dy"] + (0 if first else t["grad"])}
+        return {"grad": onehot.T @ t["dy"] * scale + (0 if first else t["grad"])}
 
     return formula
 
@@ -267,22 +373,39 @@ def formula_adamw(t):
 
 
 def make_causal_softmax(rng, dtype, size):
-    batch, n, m, offset = size
+    batch, n, m, offset, *window = size
     scores = normal(rng, batch, n, m, dtype=dtype, scale=5)
-    hidden = torch.ones(n, m, dtype=torch.bool).triu(offset + 1)
-    scores[:, hidden] = math.nan  # a matmul may leave anything there
-    return {"scores": scores, "offset": torch.tensor(offset), "lse": unset(batch, n, dtype=wide(dtype))}
+    t = {
+        "scores": scores,
+        "offset": torch.tensor(offset),
+        "window": torch.tensor(window or n + offset),
+        "lse": unset(batch, n, dtype=wide(dtype)),
+    }
+    scores[:, ~seen(t)] = math.nan  # a matmul may leave anything there
+    return t
+
+
+def seen(t):
+    """Which columns each row sees: [n, m]."""
+    n, m = t["scores"].shape[1:]
+    last = torch.arange(n)[:, None] + t["offset"]
+    columns = torch.arange(m)
+    return (columns <= last) & (columns > last - t["window"])
+
+
+def call_causal_softmax(k, t):
+    offset, window = int(t["offset"]), int(t["window"])
+    everything = t["scores"].shape[1] + offset
+    k.causal_softmax(t["scores"], offset, 0.3, t["lse"], None if window == everything else window)
 
 
 def formula_causal_softmax(t):
-    n, m = t["scores"].shape[1:]
-    seen = torch.arange(m) <= torch.arange(n)[:, None] + t["offset"]
-    power = torch.where(seen, torch.exp(t["scores"] * 0.3), 0.0)
+    power = torch.where(seen(t), torch.exp(t["scores"] * 0.3), 0.0)
     return {"scores": power / power.sum(2, keepdim=True), "lse": power.sum(2).log()}
 
 
 def make_causal_softmax_backward(rng, dtype, size):
-    batch, n, m, _ = size
+    batch, n, m, *_ = size
     return {
         "p": normal(rng, batch, n, m, dtype=torch.float64).softmax(2).to(dtype),
         "dp": normal(rng, batch, n, m, dtype=dtype),
@@ -389,7 +512,8 @@ def formula_weigh_backward(t):
 
 
 ROUTES = ((1, 1, 1), (3, 4, 2), (17, 8, 2), (600, 60, 4), (70, 128, 8), (5, 1024, 1024))
-ROPE = ((1, 1, 2), (3, 7, 6), (17, 3, 64), (700, 3, 34), (60, 9, 128))
+ROPE = ((1, 1, 2), (3, 7, 6), (17, 3, 64), (700, 3, 34), (60, 9, 128), (50, 3, 96, 64), (9, 2, 7, 2))
+"""(N, heads, D), or (N, heads, D, dimensions that turn)."""
 ATTENTION = (
     (1, 1, 1, 0),
     (3, 7, 7, 0),
@@ -397,26 +521,64 @@ ATTENTION = (
     (4, 5, 1000, 995),
     (2, 170, 170, 0),
     (1, 3, 5000, 4000),
+    (3, 7, 7, 0, 1),
+    (2, 17, 20, 3, 5),
+    (1, 130, 400, 270, 271),
+    (1, 4, 5000, 4000, 2500),
 )
+"""(B, n, m, offset), or (B, n, m, offset, window)."""
 
 CASES = (
-    Case(
-        "rmsnorm",
-        MATRIX,
-        make_rmsnorm,
-        lambda k, t: k.rmsnorm(t["x"], t["weight"], EPS, t["out"], t["rstd"]),
-        formula_rmsnorm,
+    *(
+        Case(
+            f"rmsnorm{'+offset' * bool(offset)}",
+            MATRIX,
+            make_rmsnorm,
+            lambda k, t, offset=offset: k.rmsnorm(t["x"], t["weight"], EPS, t["out"], t["rstd"], offset),
+            formula_rmsnorm(offset),
+        )
+        for offset in (0.0, 1.0)
     ),
     *(
         Case(
-            f"rmsnorm_backward{'+residual' * residual}{'+first' * first}",
+            f"rmsnorm_backward{'+residual' * residual}{'+first' * first}{'+offset' * bool(offset)}",
             MATRIX,
             make_rmsnorm_backward(residual, first),
-            call_rmsnorm_backward(first),
-            formula_rmsnorm_backward(first),
+            call_rmsnorm_backward(first, offset),
+            formula_rmsnorm_backward(first, offset),
+            terms=1.0,
+        )
+        for residual, first, offset in ((False, True, 0.0), (True, False, 0.0), (True, True, 1.0))
+    ),
+    Case(
+        "layernorm",
+        MATRIX,
+        make_layernorm,
+        lambda k, t: k.layernorm(t["x"], t["weight"], t["bias"], EPS, t["out"], t["mean"], t["rstd"]),
+        formula_layernorm,
+        terms=10.0,
+    ),
+    *(
+        Case(
+            f"layernorm_backward{'+residual' * residual}{'+first' * first}",
+            MATRIX[1:],
+            make_layernorm_backward(residual, first),
+            call_layernorm_backward(first),
+            formula_layernorm_backward(first),
             terms=1.0,
         )
         for residual, first in ((False, True), (True, False))
+    ),
+    *(
+        Case(
+            f"column_sums{'+first' * first}",
+            MATRIX,
+            make_column_sums(first),
+            lambda k, t, first=first: k.column_sums(t["x"], t["out"], first),
+            lambda t, first=first: {"out": t["x"].sum(0) + (0 if first else t["out"])},
+            terms=1.0,
+        )
+        for first in (False, True)
     ),
     *(
         Case(
@@ -430,19 +592,42 @@ CASES = (
         )
         for inverse in (False, True)
     ),
-    Case(
-        "swiglu",
-        FLAT,
-        make_swiglu,
-        lambda k, t: k.swiglu(t["gate"], t["up"], t["out"]),
-        lambda t: {"out": t["gate"] / (1 + torch.exp(-t["gate"])) * t["up"]},
+    *(
+        Case(
+            f"activate {kind}{'+gated' * gated}",
+            FLAT,
+            make_activate(gated),
+            lambda k, t, kind=kind: k.activate(t["gate"], t.get("up"), t["out"], kind),
+            formula_activate(kind),
+        )
+        for kind in ACTIVATED
+        for gated in (True, False)
+    ),
+    *(
+        Case(
+            f"activate_backward {kind}{'+gated' * gated}",
+            FLAT,
+            make_activate_backward(gated),
+            call_activate_backward(kind),
+            formula_activate_backward(kind),
+        )
+        for kind in ACTIVATED
+        for gated in (True, False)
     ),
     Case(
-        "swiglu_backward",
+        "softcap",
         FLAT,
-        make_swiglu_backward,
-        lambda k, t: k.swiglu_backward(t["da"], t["gate"], t["up"], t["dgate"], t["dup"]),
-        formula_swiglu_backward,
+        make_softcap,
+        lambda k, t: k.softcap(t["x"], 0.7, CAP),
+        lambda t: {"x": CAP * torch.tanh(t["x"] * 0.7 / CAP)},
+    ),
+    Case(
+        "softcap_backward",
+        FLAT,
+        make_softcap_backward,
+        lambda k, t: k.softcap_backward(t["dy"], t["y"], 0.7, CAP),
+        lambda t: {"dy": t["dy"] * (1 - (t["y"] / CAP) ** 2) * 0.7},
+        terms=5.0,
     ),
     *(
         Case(
@@ -456,22 +641,34 @@ CASES = (
         )
         for gradient in (False, True)
     ),
+    *(
+        Case(
+            f"embedding{f'*{scale}' * (scale != 1)}",
+            MATRIX,
+            make_embedding,
+            lambda k, t, scale=scale: k.embedding(t["table"], t["ids"], t["out"], scale),
+            lambda t, scale=scale: {"out": t["table"][t["ids"]] * scale},
+        )
+        for scale in (1.0, 7.25)
+    ),
     Case(
-        "embedding",
+        "embedding+add",
         MATRIX,
-        make_embedding,
-        lambda k, t: k.embedding(t["table"], t["ids"], t["out"]),
-        lambda t: {"out": t["table"][t["ids"]]},
+        make_embedding_added,
+        lambda k, t: k.embedding(t["table"], t["ids"], t["out"], add=True),
+        lambda t: {"out": t["out"] + t["table"][t["ids"]]},
     ),
     *(
         Case(
-            f"embedding_backward{'+first' * first}",
+            f"embedding_backward{'+first' * first}{f'*{scale}' * (scale != 1)}",
             MATRIX,
             make_embedding_backward(first),
-            lambda k, t, first=first: k.embedding_backward(t["dy"], t["ids"], t["grad"], first),
-            formula_embedding_backward(first),
+            lambda k, t, first=first, scale=scale: k.embedding_backward(
+                t["dy"], t["ids"], t["grad"], first, scale
+            ),
+            formula_embedding_backward(first, scale),
         )
-        for first in (False, True)
+        for first, scale in ((False, 1.0), (True, 1.0), (True, 7.25))
     ),
     *(
         Case(
@@ -514,7 +711,7 @@ CASES = (
         "causal_softmax",
         ATTENTION,
         make_causal_softmax,
-        lambda k, t: k.causal_softmax(t["scores"], int(t["offset"]), 0.3, t["lse"]),
+        call_causal_softmax,
         formula_causal_softmax,
     ),
     Case(

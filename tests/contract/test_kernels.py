@@ -16,21 +16,24 @@ import numpy as np
 import pytest
 import torch
 from tests.contract.kernel_cases import (
+    ACTIVATED,
     ADAMW,
+    CAP,
     CASES,
     DTYPES,
     EPS,
     Tensors,
     call_rmsnorm_backward,
     integers,
+    make_activate_backward,
     make_rmsnorm_backward,
-    make_swiglu_backward,
     normal,
     unset,
     wide,
 )
 
 from packmule.kernels import load, native
+from packmule.kernels.checks import ACTIVATIONS
 from packmule.kernels.reference import TorchKernels
 
 BUILDS = native.available()
@@ -143,11 +146,12 @@ def test_outputs_may_alias_inputs_where_the_contract_says(dtype, kernels, rng):
         shared["dx"] = shared[alias]
         call_rmsnorm_backward(True)(kernels, shared)
         assert_same_bits({name: plain[name] for name in ("dx", "dweight")}, shared, alias)
-    t = make_swiglu_backward(rng, dtype, (n * h,))
-    plain = {name: x.clone() for name, x in t.items()}
-    kernels.swiglu_backward(plain["da"], plain["gate"], plain["up"], plain["dgate"], plain["dup"])
-    kernels.swiglu_backward(t["da"], t["gate"], t["up"], t["gate"], t["up"])
-    assert_same_bits({"gate": plain["dgate"], "up": plain["dup"]}, t, "swiglu_backward")
+    for kind in ACTIVATIONS:
+        t = make_activate_backward(True)(rng, dtype, (n * h,))
+        plain = {name: x.clone() for name, x in t.items()}
+        kernels.activate_backward(plain["da"], plain["gate"], plain["up"], plain["dgate"], plain["dup"], kind)
+        kernels.activate_backward(t["da"], t["gate"], t["up"], t["gate"], t["up"], kind)
+        assert_same_bits({"gate": plain["dgate"], "up": plain["dup"]}, t, kind)
 
 
 # ---- extreme values ----
@@ -166,22 +170,37 @@ def test_cast_matches_torch_bit_for_bit_on_every_kind_of_float(kernels, rng):
             assert_same_bits({"x": want[keep]}, {"x": got[keep]}, f"{src.dtype} to {dtype}")
 
 
+@pytest.mark.parametrize("kind", ACTIVATIONS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: str(d)[6:])
-def test_swiglu_saturates_without_nan(dtype, kernels):
+def test_activations_saturate_without_nan(dtype, kind, kernels):
     gate = torch.tensor([-1e30, -1000, -89, -88, -87, -0.0, 0.0, 87, 88, 89, 1000, 1e30, math.nan]).to(dtype)
     one = torch.ones_like(gate)
     out, dgate, dup = (torch.empty_like(gate) for _ in range(3))
-    kernels.swiglu(gate, one, out)
-    kernels.swiglu_backward(one, gate, one, dgate, dup)
+    kernels.activate(gate, one, out, kind)
+    kernels.activate_backward(one, gate, one, dgate, dup, kind)
     x = gate.double().requires_grad_()
-    want = torch.nn.functional.silu(x)
-    want.sum().backward()
+    want = ACTIVATED[kind](x)
+    want[gate.abs() < 1e4].sum().backward()
+    x.grad[gate >= 1e4] = 1.0  # autograd of the formula is NaN beyond the cube's range
     close = {"rtol": 2.0**-8, "atol": 1e-30, "equal_nan": True, "check_dtype": False}
     torch.testing.assert_close(out.double(), want.detach(), **close)
     torch.testing.assert_close(dup.double(), want.detach(), **close)
     finite = slice(0, -1)
     torch.testing.assert_close(dgate.double()[finite], x.grad[finite], **close | {"atol": 1e-6})
     assert dgate[-1].isnan()
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: str(d)[6:])
+def test_softcap_saturates_and_keeps_signs_and_nan(dtype, kernels):
+    x = torch.tensor([-math.inf, -1e30, -100, -1e-30, -0.0, 0.0, 1e-30, 100, 1e30, math.inf]).to(dtype)
+    want = CAP * torch.tanh(x.double() / CAP)
+    got = torch.cat((x, torch.tensor([math.nan], dtype=dtype)))
+    kernels.softcap(got, 1.0, CAP)
+    torch.testing.assert_close(got[:-1].double(), want, rtol=2.0**-8, atol=0)
+    assert got[-1].isnan() and torch.equal(got[:-1].sign(), x.sign())
+    dy = torch.ones_like(got)
+    kernels.softcap_backward(dy, got, 1.0, CAP)
+    assert dy[0] == 0 and dy[4] == 1 and dy[-1].isnan()
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: str(d)[6:])
@@ -325,12 +344,16 @@ REFUSED = (
         "head_dim",
         lambda k: k.rope(F(2, 9), F(3, 2), F(3, 2), torch.tensor([0, 0], dtype=torch.int32), 3, False),
     ),
+    (
+        "head_dim",
+        lambda k: k.rope(F(2, 9), F(3, 2), F(3, 2), torch.tensor([0, 0], dtype=torch.int32), 4, False),
+    ),
     ("targets", lambda k: k.cross_entropy(F(2, 4), torch.tensor([0, 4]), 1.0, F(2), False)),
     ("targets", lambda k: k.cross_entropy(F(2, 4), torch.tensor([-1, 0]), 1.0, F(2), True)),
     ("ids", lambda k: k.embedding(F(3, 4), torch.tensor([3]), F(1, 4))),
     ("ids", lambda k: k.embedding_backward(F(1, 4), torch.tensor([-1]), F(3, 4), True)),
-    ("not contiguous", lambda k: k.swiglu(F(4, 3).T, F(3, 4), F(3, 4))),
-    ("out has shape", lambda k: k.swiglu(F(3, 4), F(3, 4), F(4, 3))),
+    ("not contiguous", lambda k: k.activate(F(4, 3).T, F(3, 4), F(3, 4), "silu")),
+    ("out has shape", lambda k: k.activate(F(3, 4), F(3, 4), F(4, 3), "silu")),
     ("rstd is float64", lambda k: k.rmsnorm(F(2, 3), F(3), EPS, F(2, 3), F(2).double())),
     ("weight has shape", lambda k: k.rmsnorm(F(2, 3), F(2), EPS, F(2, 3), F(2))),
     ("dst is bfloat16", lambda k: k.accumulate(F(3).bfloat16(), F(3).bfloat16(), True)),
@@ -341,6 +364,15 @@ REFUSED = (
     ("chosen", lambda k: k.route_backward(F(1, 3), INT(1, 1) - 1, F(1, 1), F(3), False, F(1, 3))),
     ("3 of 2 experts", lambda k: k.route(F(1, 2), False, INT(1, 3), F(1, 3), F(2))),
     ("pairs", lambda k: k.weigh(F(1, 4), F(2), LONG(1) + 2)),
+    ("kind is 'relu'", lambda k: k.activate(F(3), F(3), F(3), "relu")),
+    ("up and dup", lambda k: k.activate_backward(F(3), F(3), F(3), F(3), None, "silu")),
+    ("cap is 0", lambda k: k.softcap(F(3), 1.0, 0.0)),
+    ("y has shape", lambda k: k.softcap_backward(F(3), F(2), 1.0, 5.0)),
+    ("mean has shape", lambda k: k.layernorm(F(2, 3), F(3), F(3), EPS, F(2, 3), F(3), F(2))),
+    ("bias has shape", lambda k: k.layernorm(F(2, 3), F(3), F(2), EPS, F(2, 3), F(2), F(2))),
+    ("out has shape", lambda k: k.column_sums(F(2, 3), F(2), True)),
+    ("window is 0", lambda k: k.causal_softmax(F(1, 2, 2), 0, 1.0, F(1, 2), 0)),
+    ("window is 2", lambda k: k.causal_softmax(F(1, 2, 2), 2, 1.0, F(1, 2), 2)),
     ("offset is -1", lambda k: k.causal_softmax(F(1, 2, 2), -1, 1.0, F(1, 2))),
 )
 

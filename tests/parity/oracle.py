@@ -1,116 +1,102 @@
-"""transformers' LlamaForCausalLM as the autograd oracle of the bodies."""
+"""transformers as the autograd oracle of the bodies, for every architecture of the table."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import transformers
+from tests.parity.architectures import Config
 from tests.parity.plain import Named, PlainModel
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
-from packmule.models.rope import rope_tables
-from packmule.shapes.model import ModelShape
-
-
-class ExactNorm(torch.nn.Module):
-    """LlamaRMSNorm without its detour through float32, for float64 comparisons."""
-
-    def __init__(self, norm: torch.nn.Module) -> None:
-        super().__init__()
-        self.weight, self.eps = norm.weight, norm.variance_epsilon
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.weight * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.eps))
+from packmule.models.weights.names import hf_tensors
+from packmule.shapes.families import FAMILIES
 
 
-class ExactRotary(torch.nn.Module):
-    """LlamaRotaryEmbedding in float64."""
+class InFloat64(TorchFunctionMode):
+    """Whatever asks for float32 gets float64: norms, softmax and rotary tables of transformers take
+    a detour through float32, whatever the model's dtype."""
 
-    def __init__(self, shape: ModelShape, positions: int) -> None:
-        super().__init__()
-        self.cos, self.sin = rope_tables(shape.layer(1).rope, positions, "float64")
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        def wide(value: Any) -> Any:
+            return torch.float64 if value is torch.float32 else value
 
-    def forward(self, x: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
-        return tuple(torch.cat((t[position_ids],) * 2, dim=-1) for t in (self.cos, self.sin))
+        func = torch.Tensor.double if func is torch.Tensor.float else func
+        return func(*map(wide, args), **{name: wide(value) for name, value in (kwargs or {}).items()})
 
 
-def config_of(shape: ModelShape) -> transformers.LlamaConfig:
-    """The Hugging Face config of a shape."""
-    return transformers.LlamaConfig(
-        vocab_size=shape.vocab,
-        hidden_size=shape.hidden,
-        num_hidden_layers=shape.layers,
-        num_attention_heads=shape.heads,
-        num_key_value_heads=shape.kv_heads,
-        head_dim=shape.head_dim,
-        intermediate_size=shape.ffn,
-        rms_norm_eps=shape.norm_eps,
-        rope_parameters={"rope_type": "default", "rope_theta": shape.rope_theta},
-        tie_word_embeddings=shape.tied,
-        max_position_embeddings=shape.max_positions,
-        attn_implementation="sdpa",
-        use_cache=False,
+def build(config: Config, dtype: torch.dtype) -> transformers.PreTrainedModel:
+    """The model of a config.json with random weights."""
+    kind = config["model_type"]
+    hf_config = transformers.AutoConfig.for_model(
+        kind, **{key: value for key, value in config.items() if key != "model_type"}
     )
+    hf_config.use_cache = False
+    hf_config._attn_implementation = "eager"
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        # Dropout is off, as in our bodies.
+        return getattr(transformers, FAMILIES[kind].architecture)(hf_config).eval()
+    finally:
+        torch.set_default_dtype(before)
 
 
-def _hugging_face_name(block: str, name: str) -> str:
-    if block == "embed":
-        return "model.embed_tokens.weight"
-    if block == "head":
-        return "model.norm.weight" if name == "norm.weight" else "lm_head.weight"
-    local = name.removesuffix(".weight")
-    place = {"norm1": "input_layernorm", "norm2": "post_attention_layernorm"}.get(local)
-    if place is None:
-        place = f"self_attn.{local}_proj" if local in "qkvo" else f"mlp.{local}_proj"
-    return f"model.layers.{block.removeprefix('layer')}.{place}.weight"
+def state_of(model: PlainModel) -> Named:
+    """The model's parameters under their Hugging Face names, as they lie there."""
+    state = {}
+    for block, named in zip(model.blocks, model.params, strict=True):
+        for tensor in hf_tensors(block):
+            whole = torch.cat([named[p.name] for p in tensor.parameters])
+            state[tensor.name] = whole.t().contiguous() if tensor.transposed else whole
+    return state
 
 
-def oracle(model: PlainModel, positions: int = 512) -> transformers.LlamaForCausalLM:
-    """The same weights in transformers, in the model's master dtype (float64 made exact)."""
-    twin = transformers.LlamaForCausalLM(config_of(model.shape))
-    state = {
-        _hugging_face_name(block.name, name): value
-        for block, named in zip(model.blocks, model.params, strict=True)
-        for name, value in named.items()
-    }
-    missing, unexpected = twin.load_state_dict(state, strict=False)
-    assert not unexpected and all(re.search("lm_head|rotary", key) for key in missing)
-    assert bool(missing) == model.shape.tied
-    if model.types.master == "float64":
-        twin = twin.double()
-        # Loaded through float32 above: masters are float32 values, so nothing was lost.
-        for layer in twin.model.layers:
-            layer.input_layernorm = ExactNorm(layer.input_layernorm)
-            layer.post_attention_layernorm = ExactNorm(layer.post_attention_layernorm)
-        twin.model.norm = ExactNorm(twin.model.norm)
-        twin.model.rotary_emb = ExactRotary(model.shape, positions)
+def oracle(model: PlainModel, config: Config) -> transformers.PreTrainedModel:
+    """The same weights in transformers, in the model's master dtype."""
+    twin = build(config, torch.float64 if model.types.master == "float64" else torch.float32)
+    missing, unexpected = twin.load_state_dict(state_of(model), strict=False)
+    assert not unexpected
+    assert missing == (["lm_head.weight"] if model.shape.tied else [])
     return twin
 
 
-def oracle_step(model: PlainModel, documents: Sequence[Tensor]) -> tuple[float, list[Named], list[Tensor]]:
+def gradients(model: PlainModel, twin: transformers.PreTrainedModel) -> list[Named]:
+    """The twin's gradients by block and our names."""
+    found = dict(twin.named_parameters())
+    grads: list[Named] = []
+    for block in model.blocks:
+        named: Named = {}
+        for tensor in hf_tensors(block):
+            grad = found[tensor.name].grad
+            assert grad is not None, tensor.name
+            whole = grad.t() if tensor.transposed else grad
+            named.update({p.name: whole[tensor.rows(p)] for p in tensor.parameters})
+        grads.append(named)
+    return grads
+
+
+def oracle_step(
+    model: PlainModel, config: Config, documents: Sequence[Tensor]
+) -> tuple[float, list[Named], list[Tensor]]:
     """Mean next-token loss over all targets, gradients by block, logits of every document.
 
-    Documents run right-padded in one batch, padding masked from loss.
+    Documents run one by one, so what depends on a text's length (LongRope) is each one's own.
     """
-    with torch.enable_grad():
-        twin = oracle(model)
-        longest = max(len(d) for d in documents)
-        ids = torch.zeros(len(documents), longest, dtype=torch.int64)
-        targets = torch.full_like(ids, -100)
-        for row, document in enumerate(documents):
-            ids[row, : len(document)] = document
-            targets[row, : len(document) - 1] = document[1:]
-        mask = torch.arange(longest)[None, :] < torch.tensor([len(d) for d in documents])[:, None]
-        logits = twin(input_ids=ids, attention_mask=mask.long()).logits
-        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum")
-        loss = loss / int((targets >= 0).sum())
-        loss.backward()
-    parameters = dict(twin.named_parameters())
-    grads = [
-        {name: parameters[_hugging_face_name(block.name, name)].grad for name in named}
-        for block, named in zip(model.blocks, model.params, strict=True)
-    ]
-    rows = [logits[row, : len(document)].detach() for row, document in enumerate(documents)]
-    return float(loss), grads, rows
+    exact = model.types.master == "float64"
+    with torch.enable_grad(), InFloat64() if exact else torch.enable_grad():
+        twin = oracle(model, config)
+        rows, total = [], torch.zeros(())
+        for document in documents:
+            logits = twin(input_ids=document[None]).logits[0]
+            loss = torch.nn.functional.cross_entropy(logits[:-1], document[1:], reduction="sum")
+            total = total + loss
+            rows.append(logits.detach())
+        total = total / sum(len(document) - 1 for document in documents)
+        total.backward()
+    return float(total.detach()), gradients(model, twin), rows

@@ -56,7 +56,8 @@ class PlainModel:
             named: Named = {}
             for p in block.parameters:
                 value = torch.randn(p.shape, generator=generator, dtype=torch.float64)
-                value = 1 + 0.1 * value if p.role == "norm" else value * p.shape[-1] ** -0.5
+                constant = p.role in ("norm", "bias")
+                value = p.start + 0.1 * value if constant else value * p.shape[-1] ** -0.5
                 # Through float32, so that models of one seed agree in every precision.
                 named[p.name] = value.float().to(TORCH_DTYPES[self.types.master])
             self.params.append(named)
@@ -230,9 +231,7 @@ def plain_step(
             layer_backward(model, i, batch, inputs[i], saves[i], dy, dx, grads, first, recompute[i], even)
         reaching.append(dx)
     for micro, batch in enumerate(batches):
-        bodies_of.embed_backward(
-            decoder, reaching[micro], batch, grads[0]["weight"], micro == 0 and not shape.tied
-        )
+        bodies_of.embed_backward(decoder, reaching[micro], batch, grads[0], micro == 0)
     return total * scale, grads
 
 
@@ -243,4 +242,5 @@ def plain_logits(model: PlainModel, batch: TokenBatch) -> Tensor:
     normed, norm = model.inputs(batch.tokens), model.shape.norm
     saved = poisoned(norm.saved("norm", batch.tokens, model.types.statistic))
     norm_forward(model.decoder.kernels, norm, weights, "norm", inputs[-1], normed, saved)
-    return normed @ weights["weight"].t()
+    logits, cap = normed @ weights["weight"].t(), model.shape.variant.logit_cap
+    return logits if cap is None else torch.tanh(logits / cap) * cap

@@ -6,6 +6,7 @@ import random
 
 import pytest
 import torch
+from tests.parity.architectures import ARCHITECTURES, ORIGINAL, Architecture
 from tests.parity.oracle import oracle
 from tests.parity.plain import PlainModel, plain_logits, poisoned
 from tests.parity.samples import pack, random_documents, random_shape, relative
@@ -13,7 +14,11 @@ from torch import Tensor
 
 from packmule.kernels.contract import Kernels
 from packmule.models import decode
+from packmule.models.attention import runs
+from packmule.models.context import TokenBatch
+from packmule.models.decoder import embed_forward
 from packmule.shapes import bodies
+from packmule.shapes.model import ModelShape
 
 
 class Generator:
@@ -31,7 +36,9 @@ class Generator:
         """Logits after the last of these tokens."""
         model, shape = self.model, self.model.shape
         x = model.inputs(len(ids))
-        model.decoder.kernels.embedding(model.weights(0)["weight"], ids, x)
+        positions = torch.arange(self.position, self.position + len(ids), dtype=torch.int32)
+        batch = TokenBatch(ids, torch.full_like(ids, -1), positions, (len(ids),), runs((len(ids),)), 0)
+        embed_forward(model.decoder, model.weights(0), batch, x)
         for i, cache in enumerate(self.caches):
             decode.layer_decode(
                 model.decoder, shape.layer(i + 1), model.weights(i + 1), x, cache, self.position,
@@ -42,11 +49,15 @@ class Generator:
         return decode.head_logits(model.decoder, model.weights(shape.layers + 1), x, scratch)
 
 
-@pytest.mark.parametrize(("precision", "limit"), (("fp32", 1e-5), ("fp64", 1e-6), ("bf16-mixed", 4e-2)))
+LIMITS = {"fp32": 1e-5, "fp64": 1e-6, "bf16-mixed": 4e-2}
+
+
+@pytest.mark.parametrize("precision", LIMITS)
+@pytest.mark.parametrize("row", ARCHITECTURES, ids=lambda row: row.name)
 def test_cached_decoding_equals_the_whole_forward(
-    kernels: Kernels, rng: random.Random, precision: str, limit: float
+    kernels: Kernels, rng: random.Random, row: Architecture, precision: str
 ) -> None:
-    shape = random_shape(rng, tied=rng.random() < 0.5, grouped=True)
+    shape, limit = row.shape(rng), LIMITS[precision]
     model = PlainModel(shape, precision, rng.randrange(2**31), kernels)
     (document,) = random_documents(rng, shape, (170,))
     expected = plain_logits(model, pack([document]))
@@ -60,16 +71,20 @@ def test_cached_decoding_equals_the_whole_forward(
         generator.feed(document[:2])
 
 
-def test_greedy_generation_equals_transformers(kernels: Kernels, rng: random.Random) -> None:
-    shape = random_shape(rng, tied=False, grouped=True)
+@pytest.mark.parametrize("row", ARCHITECTURES, ids=lambda row: row.name)
+def test_greedy_generation_equals_transformers(
+    kernels: Kernels, rng: random.Random, row: Architecture
+) -> None:
+    config = row.config(rng)
+    shape = ModelShape.from_config(config, row.name)
     model = PlainModel(shape, "fp32", rng.randrange(2**31), kernels)
     (prompt,) = random_documents(rng, shape, (9,))
-    generator, ours = Generator(model, 40, 9), []
+    generator, ours = Generator(model, ORIGINAL - 1, 9), []
     logits = generator.feed(prompt)
     for _ in range(20):
         ours.append(decode.sample(logits, 0.0, 1.0, None))
         logits = generator.feed(torch.tensor(ours[-1:]))
-    twin, ids = oracle(model), prompt[None]
+    twin, ids = oracle(model, config), prompt[None]
     for token in ours:
         # Teacher-forced, so one near-tie cannot derail the rest.
         best = twin(input_ids=ids).logits[0, -1]

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import random
-from itertools import product
 
 import pytest
 import torch
+from tests.parity.architectures import ARCHITECTURES, Architecture
 from tests.parity.oracle import oracle_step
 from tests.parity.plain import PlainModel, forward, plain_logits, plain_step, poisoned
 from tests.parity.samples import pack, random_documents, random_shape, relative
@@ -14,40 +14,58 @@ from tests.parity.samples import pack, random_documents, random_shape, relative
 from packmule.kernels.contract import Kernels
 from packmule.models import decoder as bodies_of
 from packmule.shapes import bodies
+from packmule.shapes.model import ModelShape
 
-TOLERANCE = {"fp32": 1e-5, "fp64": 1e-10}
+TOLERANCE = {"fp64": 1e-10, "fp32": 1e-5}
 LENGTHS = (7, 150, 150, 40, 1, 129, 40)
 """A one-token document, equal neighbors, and tiles that end in the middle and just after."""
+
+
+WIDEST = {"k.bias": float("inf")}
+"""Bounds of single tensors in bf16. What is added to every key alike moves no probability: without a
+norm or a turn after it the gradient of such a bias is 0, and what is computed is rounding."""
 
 
 def same_bits(ours: list[dict[str, torch.Tensor]], theirs: list[dict[str, torch.Tensor]]) -> bool:
     return all(torch.equal(a[name], b[name]) for a, b in zip(ours, theirs, strict=True) for name in a)
 
 
-@pytest.mark.parametrize(
-    ("precision", "tied", "grouped"), list(product(TOLERANCE, (False, True), (False, True)))
-)
+BY_ROW = pytest.mark.parametrize("row", ARCHITECTURES, ids=lambda row: row.name)
+
+
+@BY_ROW
+@pytest.mark.parametrize("tied", (False, True))
 def test_logits_loss_and_every_gradient_equal_transformers(
-    kernels: Kernels, rng: random.Random, precision: str, tied: bool, grouped: bool
+    kernels: Kernels, rng: random.Random, row: Architecture, tied: bool
 ) -> None:
-    shape, limit, seed = random_shape(rng, tied, grouped), TOLERANCE[precision], rng.randrange(2**31)
-    model = PlainModel(shape, precision, seed, kernels)
-    documents = random_documents(rng, shape, LENGTHS)
+    """In float64 and in float32, by one set of weights."""
+    config = row.config(rng, tied)
+    shape, seed = ModelShape.from_config(config, row.name), rng.randrange(2**31)
+    documents, chunk = random_documents(rng, shape, LENGTHS), rng.randint(5, 600)
     batch = pack(documents)
-    loss, grads = plain_step(model, [batch], chunk=rng.randint(5, 600))
-    expected_loss, expected, logits = oracle_step(model, documents)
-    # float32 is not exact on either side: the oracle's own error comes on top of the limit.
-    _, exact, _ = oracle_step(PlainModel(shape, "fp64", seed, kernels), documents)
-    assert loss == pytest.approx(expected_loss, rel=limit)
-    ours = plain_logits(model, batch).split(batch.lengths)
-    for mine, theirs in zip(ours, logits, strict=True):
-        assert relative(mine, theirs) < limit
-        assert float((mine - theirs).abs().max()) < limit * max(1.0, float(theirs.abs().max()))
-    for block, named in zip(model.blocks, expected, strict=True):
-        for name, grad in named.items():
-            mine = grads[block.index][name]
-            assert relative(mine, grad) < limit + relative(grad, exact[block.index][name]), (block.name, name)
-            assert float((mine - grad).abs().max()) < limit, (block.name, name)
+    exact: list[dict[str, torch.Tensor]] = []
+    for precision, limit in TOLERANCE.items():
+        model = PlainModel(shape, precision, seed, kernels)
+        loss, grads = plain_step(model, [batch], chunk=chunk)
+        expected_loss, expected, logits = oracle_step(model, config, documents)
+        exact = exact or expected
+        assert loss == pytest.approx(expected_loss, rel=limit)
+        ours = plain_logits(model, batch).split(batch.lengths)
+        for mine, theirs in zip(ours, logits, strict=True):
+            assert relative(mine, theirs) < limit
+            assert float((mine - theirs).abs().max()) < limit * max(1.0, float(theirs.abs().max()))
+        for block, named in zip(model.blocks, expected, strict=True):
+            assert named.keys() == grads[block.index].keys()
+            # What is 0 in exact arithmetic (the bias of keys that neither turn nor are normed) is rounding
+            # on both sides: errors count against the block's largest gradient too.
+            largest = max(float(grad.norm()) for grad in named.values())
+            for name, grad in named.items():
+                mine, theirs = grads[block.index][name], exact[block.index][name]
+                # float32 is not exact on either side: the oracle's own error comes on top of the limit.
+                own = float((grad - theirs).norm())
+                allowed = own + limit * max(float(grad.norm()), 1e-2 * largest)
+                assert float((mine - grad).norm()) < allowed, (precision, block.name, name)
+                assert float((mine - grad).abs().max()) < 2 * limit, (precision, block.name, name)
 
 
 @pytest.mark.parametrize("tied", (False, True))
@@ -70,11 +88,11 @@ def test_token_weighted_accumulation_does_not_depend_on_the_split(
                 assert relative(theirs[name], named[name]) < 1e-10
 
 
-@pytest.mark.parametrize("precision", ("fp32", "bf16-mixed", "bf16-wide", "fp64"))
+@BY_ROW
 def test_recompute_capacity_and_rerun_give_the_same_bits(
-    kernels: Kernels, rng: random.Random, precision: str
+    kernels: Kernels, rng: random.Random, row: Architecture
 ) -> None:
-    shape = random_shape(rng, tied=False, grouped=True)
+    shape, precision = row.shape(rng), rng.choice(("fp32", "bf16-mixed", "bf16-wide", "fp64"))
     model = PlainModel(shape, precision, rng.randrange(2**31), kernels)
     batches = [pack(random_documents(rng, shape, lengths)) for lengths in ((60, 60, 9), (140, 33))]
     loss, grads = plain_step(model, batches)
@@ -99,14 +117,14 @@ def test_loss_chunks_agree_in_float64(kernels: Kernels, rng: random.Random) -> N
                 assert relative(theirs[name], named[name]) < 1e-11
 
 
+@BY_ROW
 @pytest.mark.parametrize("narrow", ("bf16-mixed", "bf16-wide"))
-@pytest.mark.parametrize("tied", (False, True))
 def test_bf16_gradients_stay_within_five_percent_of_fp32(
-    kernels: Kernels, rng: random.Random, narrow: str, tied: bool
+    kernels: Kernels, rng: random.Random, row: Architecture, narrow: str
 ) -> None:
     """bf16 keeps 8 bits: a rounding is up to 0.4 %, and a few dozen add up, norm-wise over the whole
     gradient; single tensors of a dozen elements scatter more."""
-    shape, seed = random_shape(rng, tied, grouped=True), rng.randrange(2**31)
+    shape, seed = row.shape(rng), rng.randrange(2**31)
     low, high = (PlainModel(shape, p, seed, kernels) for p in (narrow, "fp32"))
     batches = [pack(random_documents(rng, shape, lengths)) for lengths in ((140, 20), (77,))]
     low_loss, low_grads = plain_step(low, batches)
@@ -115,7 +133,7 @@ def test_bf16_gradients_stay_within_five_percent_of_fp32(
     for named, theirs in zip(low_grads, grads, strict=True):
         for name in named:
             assert named[name].dtype == torch.float32
-            assert 1e-4 < relative(named[name], theirs[name]) < 0.2, name
+            assert 1e-4 < relative(named[name], theirs[name]) < WIDEST.get(name, 0.2), name
     whole, expected = (
         torch.cat([grad.flatten() for named in all_grads for grad in named.values()])
         for all_grads in (low_grads, grads)
@@ -123,9 +141,9 @@ def test_bf16_gradients_stay_within_five_percent_of_fp32(
     assert relative(whole, expected) < 5e-2
 
 
-@pytest.mark.parametrize("precision", ("fp32", "bf16-mixed", "bf16-wide"))
-def test_a_document_never_sees_another(kernels: Kernels, rng: random.Random, precision: str) -> None:
-    shape = random_shape(rng, tied=False, grouped=True)
+@BY_ROW
+def test_a_document_never_sees_another(kernels: Kernels, rng: random.Random, row: Architecture) -> None:
+    shape, precision = row.shape(rng), rng.choice(("fp32", "bf16-mixed", "bf16-wide"))
     model = PlainModel(shape, precision, rng.randrange(2**31), kernels)
     one, other, two = random_documents(rng, shape, (130, 130, 55))
     for first in (one, other):
@@ -138,11 +156,11 @@ def test_a_document_never_sees_another(kernels: Kernels, rng: random.Random, pre
     assert torch.equal(before[130:], after[130:])
 
 
-@pytest.mark.parametrize("precision", ("fp32", "bf16-mixed", "bf16-wide", "fp64"))
+@BY_ROW
 def test_evaluation_is_the_training_loss_to_the_last_bit(
-    kernels: Kernels, rng: random.Random, precision: str
+    kernels: Kernels, rng: random.Random, row: Architecture
 ) -> None:
-    shape = random_shape(rng, tied=True, grouped=True)
+    shape, precision = row.shape(rng), rng.choice(("fp32", "bf16-mixed", "bf16-wide", "fp64"))
     model = PlainModel(shape, precision, rng.randrange(2**31), kernels)
     batch = pack(random_documents(rng, shape, (90, 12)))
     inputs, _ = forward(model, batch, batch.tokens)

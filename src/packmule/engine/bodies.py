@@ -283,8 +283,8 @@ def embed_backward(runtime: Runtime, task: Task) -> None:
         runtime.decoder,
         _stream(runtime, task.get(BufferKind.DY, -1)),
         runtime.state.batches[task.micro],
-        _gradients(runtime, task, 0)["weight"],
-        first=task.micro == 0 and not runtime.model.shape.tied,
+        _gradients(runtime, task, 0),
+        first=task.micro == 0,
     )
 
 

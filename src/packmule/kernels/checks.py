@@ -13,6 +13,8 @@ if TYPE_CHECKING:
 COMPUTE = ("float32", "bfloat16", "float64")
 STATISTIC = {"float32": "float32", "bfloat16": "float32", "float64": "float64"}
 IGNORED = -100
+ACTIVATIONS = ("silu", "gelu_tanh")
+"""The kinds of `activate`, numbered as in csrc/rows.h."""
 
 
 def dtype_name(tensor: Tensor) -> str:
@@ -62,15 +64,72 @@ def rmsnorm_backward(
     return n, h
 
 
-def rope(x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, head_dim: int) -> tuple[int, int, int]:
-    """(N, heads, P)."""
+def layernorm(
+    x: Tensor, weight: Tensor, bias: Tensor, out: Tensor, mean: Tensor, rstd: Tensor
+) -> tuple[int, int]:
+    """(N, H)."""
+    n, h = rmsnorm(x, weight, out, rstd)
+    c = dtype_name(x)
+    _need("bias", bias, (c,), (h,))
+    _need("mean", mean, (STATISTIC[c],), (n,))
+    return n, h
+
+
+def layernorm_backward(
+    dy: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    mean: Tensor,
+    rstd: Tensor,
+    dx: Tensor,
+    dweight: Tensor,
+    residual: Tensor | None,
+) -> tuple[int, int]:
+    """(N, H)."""
+    n, h = rmsnorm_backward(dy, x, weight, rstd, dx, dweight, residual)
+    _need("mean", mean, (STATISTIC[dtype_name(x)],), (n,))
+    return n, h
+
+
+def column_sums(x: Tensor, out: Tensor) -> tuple[int, int]:
+    """(N, H)."""
+    c, (n, h) = _matrix("x", x)
+    _need("out", out, (STATISTIC[c],), (h,))
+    return n, h
+
+
+def rope(
+    x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, head_dim: int
+) -> tuple[int, int, int, int, int]:
+    """(N, heads, D, R, P)."""
     c, (n, width) = _matrix("x", x)
-    if head_dim <= 0 or head_dim % 2 or width % head_dim:
-        raise ValueError(f"head_dim is {head_dim}, expected an even divisor of x's width {width}")
-    _need("cos", cos, (STATISTIC[c],), (int(cos.shape[0]), head_dim // 2))
-    _need("sin", sin, (STATISTIC[c],), tuple(cos.shape))
+    if head_dim <= 0 or width % head_dim:
+        raise ValueError(f"head_dim is {head_dim}, expected a divisor of x's width {width}")
+    rows, half = (int(size) for size in cos.shape) if cos.dim() == 2 else (0, 0)
+    _need("cos", cos, (STATISTIC[c],), (rows, half))
+    if 2 * half > head_dim:
+        raise ValueError(f"head_dim is {head_dim}, expected at least twice the {half} columns of cos")
+    _need("sin", sin, (STATISTIC[c],), (rows, half))
     _need("positions", positions, ("int32",), (n,))
-    return n, width // head_dim, int(cos.shape[0])
+    return n, width // head_dim, head_dim, half, rows
+
+
+def activation(kind: str, gate: Tensor, up: Tensor | None, **others: Tensor | None) -> tuple[int, int]:
+    """(number of the kind, elements). What goes with `up` is given where `up` is."""
+    if kind not in ACTIVATIONS:
+        raise ValueError(f"kind is {kind!r}, expected {' or '.join(ACTIVATIONS)}")
+    dup = others.pop("dup", up)
+    if (up is None) != (dup is None):
+        raise ValueError("up and dup go together")
+    given = {"gate": gate, "up": up, "dup": dup, **others}
+    return ACTIVATIONS.index(kind), same(**{name: t for name, t in given.items() if t is not None})
+
+
+def softcap(x: Tensor, scale: float, cap: float, y: Tensor | None = None) -> int:
+    """Elements."""
+    if not (scale > 0 and cap > 0):
+        raise ValueError(f"scale is {scale} and cap is {cap}, expected numbers above 0")
+    return same(x=x) if y is None else same(dy=x, y=y)
 
 
 def same(**tensors: Tensor) -> int:
@@ -143,12 +202,14 @@ def adamw(master: Tensor, m: Tensor, v: Tensor, grad: Tensor, weight: Tensor | N
     return master.numel()
 
 
-def causal_softmax(scores: Tensor, offset: int, lse: Tensor) -> tuple[int, int, int]:
+def causal_softmax(scores: Tensor, offset: int, lse: Tensor, window: int | None) -> tuple[int, int, int]:
     """(B, n, m)."""
     c, (batch, n, m) = _matrix("scores", scores, 3)
     _need("lse", lse, (STATISTIC[c],), (batch, n))
     if offset < 0:
         raise ValueError(f"offset is {offset}, expected at least 0")
+    if window is not None and window < max(1, n + offset - m + 1):
+        raise ValueError(f"window is {window}: the last of {n} rows would see none of {m} columns")
     return batch, n, m
 
 

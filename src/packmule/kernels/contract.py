@@ -39,8 +39,11 @@ class Kernels(Protocol):
     def close(self) -> None:
         """End the worker threads. Calling it twice is fine; other methods then raise ValueError."""
 
-    def rmsnorm(self, x: Tensor, weight: Tensor, eps: float, out: Tensor, rstd: Tensor) -> None:
-        """out = x * rstd * weight with rstd = 1 / sqrt(mean(x^2) + eps) (Zhang & Sennrich 2019).
+    def rmsnorm(
+        self, x: Tensor, weight: Tensor, eps: float, out: Tensor, rstd: Tensor, offset: float = 0.0
+    ) -> None:
+        """out = x * rstd * (offset + weight) with rstd = 1 / sqrt(mean(x^2) + eps) (Zhang & Sennrich
+        2019).
 
         x, out: c [N, H], may be the same tensor; weight: c [H]; rstd: s [N].
         """
@@ -55,29 +58,85 @@ class Kernels(Protocol):
         dweight: Tensor,
         residual: Tensor | None,
         first: bool,
+        offset: float = 0.0,
     ) -> None:
         """Gradients of `rmsnorm` from the gradient of its output.
 
-        dx = residual (or 0) + rstd * (u - xhat * mean(u * xhat)), u = dy * weight,
+        dx = residual (or 0) + rstd * (u - xhat * mean(u * xhat)), u = dy * (offset + weight),
         xhat = x * rstd; dweight = (first: 0, else dweight) + sum over rows of dy * xhat.
         dy, x, dx, residual: c [N, H]; dx may be dy or residual; rstd: s [N]; dweight: g [H].
+        """
+
+    def layernorm(
+        self, x: Tensor, weight: Tensor, bias: Tensor, eps: float, out: Tensor, mean: Tensor, rstd: Tensor
+    ) -> None:
+        """out = (x - mean) * rstd * weight + bias with mean = mean(x) and
+        rstd = 1 / sqrt(mean((x - mean)^2) + eps) (Ba et al. 2016).
+
+        x, out: c [N, H], may be the same tensor; weight, bias: c [H]; mean, rstd: s [N].
+        """
+
+    def layernorm_backward(
+        self,
+        dy: Tensor,
+        x: Tensor,
+        weight: Tensor,
+        mean: Tensor,
+        rstd: Tensor,
+        dx: Tensor,
+        dweight: Tensor,
+        residual: Tensor | None,
+        first: bool,
+    ) -> None:
+        """Gradients of `layernorm` from the gradient of its output; the bias's is `column_sums`.
+
+        dx = residual (or 0) + rstd * (u - mean(u) - xhat * mean(u * xhat)), u = dy * weight,
+        xhat = (x - mean) * rstd; dweight = (first: 0, else dweight) + sum over rows of dy * xhat.
+        Shapes and aliases as in `rmsnorm_backward`; mean: s [N].
+        """
+
+    def column_sums(self, x: Tensor, out: Tensor, first: bool) -> None:
+        """out = (first: 0, else out) + sum over rows of x: the gradient of a bias.
+
+        x: c [N, H]; out: g [H].
         """
 
     def rope(
         self, x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, head_dim: int, inverse: bool
     ) -> None:
-        """Rotate in place, halves layout: (x1, x2) -> (x1 cos - x2 sin, x2 cos + x1 sin)
-        (RoFormer, Su et al. 2021; layout of Hugging Face Llama). `inverse` turns back, which
-        is the backward.
+        """Rotate the first 2 R dimensions of each head in place, halves layout:
+        (x1, x2) -> (x1 cos - x2 sin, x2 cos + x1 sin) (RoFormer, Su et al. 2021; layout of Hugging
+        Face Llama). `inverse` turns back, which is the backward.
 
-        x: c [N, heads * D]; cos, sin: s [P, D / 2]; positions: int32 [N], each below P.
+        x: c [N, heads * D]; cos, sin: s [P, R], 2 R at most D; positions: int32 [N], each below P.
         """
 
-    def swiglu(self, gate: Tensor, up: Tensor, out: Tensor) -> None:
-        """out = silu(gate) * up (Shazeer 2020). All c, one shape; out may be either input."""
+    def activate(self, gate: Tensor, up: Tensor | None, out: Tensor, kind: str) -> None:
+        """out = f(gate) * up (Shazeer 2020), or f(gate) where there is no up.
 
-    def swiglu_backward(self, da: Tensor, gate: Tensor, up: Tensor, dgate: Tensor, dup: Tensor) -> None:
-        """Gradients of `swiglu`. All c, one shape; dgate may be gate, dup may be up."""
+        f is silu, x * sigmoid(x), or gelu_tanh, x * (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3))) / 2
+        (Hendrycks & Gimpel 2016). All c, one shape; out may be either input.
+        """
+
+    def activate_backward(
+        self,
+        da: Tensor,
+        gate: Tensor,
+        up: Tensor | None,
+        dgate: Tensor,
+        dup: Tensor | None,
+        kind: str,
+    ) -> None:
+        """Gradients of `activate`. All c, one shape; dgate may be gate, dup may be up."""
+
+    def softcap(self, x: Tensor, scale: float, cap: float) -> None:
+        """x = cap * tanh(x * scale / cap), in place (Gemma 2, arXiv:2408.00118). x: c."""
+
+    def softcap_backward(self, dy: Tensor, y: Tensor, scale: float, cap: float) -> None:
+        """dy = dy * (1 - (y / cap)^2) * scale, in place: the gradient of `softcap`'s input.
+
+        dy, y: c, one shape; y is what `softcap` gave.
+        """
 
     def cross_entropy(
         self, logits: Tensor, targets: Tensor, scale: float, loss: Tensor, gradient: bool
@@ -89,11 +148,18 @@ class Kernels(Protocol):
         logits: c [C, V]; targets: int64 [C]; loss: s [C], not scaled.
         """
 
-    def embedding(self, table: Tensor, ids: Tensor, out: Tensor) -> None:
-        """out[i] = table[ids[i]]. table: c [V, H]; ids: int64 [N]; out: c [N, H]."""
+    def embedding(
+        self, table: Tensor, ids: Tensor, out: Tensor, scale: float = 1.0, add: bool = False
+    ) -> None:
+        """out[i] = (add: out[i], else 0) + table[ids[i]] * scale.
 
-    def embedding_backward(self, dy: Tensor, ids: Tensor, grad: Tensor, first: bool) -> None:
-        """grad = (first: 0, else grad); grad[ids[i]] += dy[i], tokens in order.
+        table: c [V, H]; ids: int64 [N]; out: c [N, H].
+        """
+
+    def embedding_backward(
+        self, dy: Tensor, ids: Tensor, grad: Tensor, first: bool, scale: float = 1.0
+    ) -> None:
+        """grad = (first: 0, else grad); grad[ids[i]] += dy[i] * scale, tokens in order.
 
         dy: c [N, H]; ids: int64 [N]; grad: g [V, H].
         """
@@ -138,11 +204,14 @@ class Kernels(Protocol):
     def fill(self, address: int, nbytes: int, byte: int) -> None:
         """Set nbytes bytes at an address to `byte` (0..255)."""
 
-    def causal_softmax(self, scores: Tensor, offset: int, scale: float, lse: Tensor) -> None:
-        """scores = softmax(scores * scale) in place; row i sees columns 0..i + offset, the
-        others (whatever they hold) become 0; lse = logsumexp of what a row sees, scaled.
+    def causal_softmax(
+        self, scores: Tensor, offset: int, scale: float, lse: Tensor, window: int | None = None
+    ) -> None:
+        """scores = softmax(scores * scale) in place; row i sees columns 0..i + offset, of these at
+        most the last `window`; the others (whatever they hold) become 0; lse = logsumexp of what a
+        row sees, scaled.
 
-        scores: c [B, n, m]; lse: s [B, n]; offset >= 0.
+        scores: c [B, n, m]; lse: s [B, n]; offset >= 0; window >= 1. Every row sees a column.
         """
 
     def causal_softmax_backward(self, p: Tensor, dp: Tensor, delta: Tensor, scale: float) -> None:

@@ -30,19 +30,24 @@ CODES = {"float32": 0, "bfloat16": 1, "float64": 2}
 _P, _I, _L, _D = ctypes.c_void_p, ctypes.c_int, ctypes.c_int64, ctypes.c_double
 # Arguments after the pool, as csrc/kernels.cpp declares them.
 SIGNATURES: dict[str, tuple[Any, ...]] = {
-    "rmsnorm": (_I, _L, _L, _P, _P, _D, _P, _P),
-    "rmsnorm_backward": (_I, _L, _L, _P, _P, _P, _P, _P, _P, _P, _I),
-    "rope": (_I, _L, _L, _L, _L, _P, _P, _P, _P, _I),
-    "swiglu": (_I, _L, _P, _P, _P),
-    "swiglu_backward": (_I, _L, _P, _P, _P, _P, _P),
+    "rmsnorm": (_I, _L, _L, _P, _P, _D, _D, _P, _P),
+    "rmsnorm_backward": (_I, _L, _L, _P, _P, _P, _D, _P, _P, _P, _P, _I),
+    "layernorm": (_I, _L, _L, _P, _P, _P, _D, _P, _P, _P),
+    "layernorm_backward": (_I, _L, _L, _P, _P, _P, _P, _P, _P, _P, _P, _I),
+    "column_sums": (_I, _L, _L, _P, _P, _I),
+    "rope": (_I, _L, _L, _L, _L, _L, _P, _P, _P, _P, _I),
+    "activate": (_I, _I, _L, _P, _P, _P),
+    "activate_backward": (_I, _I, _L, _P, _P, _P, _P, _P),
+    "softcap": (_I, _L, _P, _D, _D),
+    "softcap_backward": (_I, _L, _P, _P, _D, _D),
     "cross_entropy": (_I, _L, _L, _P, _P, _D, _P, _I),
-    "embedding": (_I, _L, _L, _L, _P, _P, _P),
-    "embedding_backward": (_I, _L, _L, _L, _P, _P, _P, _I),
+    "embedding": (_I, _L, _L, _L, _P, _P, _P, _D, _I),
+    "embedding_backward": (_I, _L, _L, _L, _P, _P, _P, _I, _D),
     "accumulate": (_I, _L, _P, _P, _I),
     "cast": (_I, _I, _L, _P, _P),
     "sum_squares": (_I, _L, _P, _P),
     "adamw": (_I, _I, _L, _P, _P, _P, _P, _P, _P),
-    "causal_softmax": (_I, _L, _L, _L, _P, _L, _D, _P),
+    "causal_softmax": (_I, _L, _L, _L, _P, _L, _L, _D, _P),
     "causal_softmax_backward": (_I, _L, _L, _P, _P, _P, _D),
     "route": (_I, _L, _L, _L, _P, _I, _P, _P, _P),
     "route_backward": (_I, _L, _L, _L, _P, _P, _P, _P, _I, _P),
@@ -148,11 +153,12 @@ class NativeKernels:
         if code:
             raise ValueError(f"{name} does not offer these dtypes")
 
-    def rmsnorm(self, x: Tensor, weight: Tensor, eps: float, out: Tensor, rstd: Tensor) -> None:
-        n, h = checks.rmsnorm(x, weight, out, rstd)
-        self._call(
-            "rmsnorm", _code(x), n, h, x.data_ptr(), weight.data_ptr(), eps, out.data_ptr(), rstd.data_ptr()
-        )
+    def rmsnorm(
+        self, x: Tensor, weight: Tensor, eps: float, out: Tensor, rstd: Tensor, offset: float = 0.0
+    ) -> None:
+        sizes = checks.rmsnorm(x, weight, out, rstd)
+        inputs = (x.data_ptr(), weight.data_ptr(), offset, eps)
+        self._call("rmsnorm", _code(x), *sizes, *inputs, out.data_ptr(), rstd.data_ptr())
 
     def rmsnorm_backward(
         self,
@@ -164,29 +170,72 @@ class NativeKernels:
         dweight: Tensor,
         residual: Tensor | None,
         first: bool,
+        offset: float = 0.0,
     ) -> None:
-        n, h = checks.rmsnorm_backward(dy, x, weight, rstd, dx, dweight, residual)
-        inputs = (dy.data_ptr(), x.data_ptr(), weight.data_ptr(), rstd.data_ptr())
-        extra = None if residual is None else residual.data_ptr()
-        self._call(
-            "rmsnorm_backward", _code(x), n, h, *inputs, dx.data_ptr(), dweight.data_ptr(), extra, first
-        )
+        sizes = checks.rmsnorm_backward(dy, x, weight, rstd, dx, dweight, residual)
+        inputs = (dy.data_ptr(), x.data_ptr(), weight.data_ptr(), offset, rstd.data_ptr())
+        outputs = (dx.data_ptr(), dweight.data_ptr())
+        self._call("rmsnorm_backward", _code(x), *sizes, *inputs, *outputs, _pointer(residual), first)
+
+    def layernorm(
+        self, x: Tensor, weight: Tensor, bias: Tensor, eps: float, out: Tensor, mean: Tensor, rstd: Tensor
+    ) -> None:
+        sizes = checks.layernorm(x, weight, bias, out, mean, rstd)
+        inputs = (x.data_ptr(), weight.data_ptr(), bias.data_ptr(), eps)
+        self._call("layernorm", _code(x), *sizes, *inputs, out.data_ptr(), mean.data_ptr(), rstd.data_ptr())
+
+    def layernorm_backward(
+        self,
+        dy: Tensor,
+        x: Tensor,
+        weight: Tensor,
+        mean: Tensor,
+        rstd: Tensor,
+        dx: Tensor,
+        dweight: Tensor,
+        residual: Tensor | None,
+        first: bool,
+    ) -> None:
+        sizes = checks.layernorm_backward(dy, x, weight, mean, rstd, dx, dweight, residual)
+        inputs = (dy.data_ptr(), x.data_ptr(), weight.data_ptr(), mean.data_ptr(), rstd.data_ptr())
+        outputs = (dx.data_ptr(), dweight.data_ptr())
+        self._call("layernorm_backward", _code(x), *sizes, *inputs, *outputs, _pointer(residual), first)
+
+    def column_sums(self, x: Tensor, out: Tensor, first: bool) -> None:
+        sizes = checks.column_sums(x, out)
+        self._call("column_sums", _code(x), *sizes, x.data_ptr(), out.data_ptr(), first)
 
     def rope(
         self, x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, head_dim: int, inverse: bool
     ) -> None:
-        n, heads, rows = checks.rope(x, cos, sin, positions, head_dim)
+        sizes = checks.rope(x, cos, sin, positions, head_dim)
         inputs = (x.data_ptr(), cos.data_ptr(), sin.data_ptr(), positions.data_ptr())
-        self._call("rope", _code(x), n, heads, head_dim, rows, *inputs, inverse, index="positions")
+        self._call("rope", _code(x), *sizes, *inputs, inverse, index="positions")
 
-    def swiglu(self, gate: Tensor, up: Tensor, out: Tensor) -> None:
-        count = checks.same(gate=gate, up=up, out=out)
-        self._call("swiglu", _code(gate), count, gate.data_ptr(), up.data_ptr(), out.data_ptr())
+    def activate(self, gate: Tensor, up: Tensor | None, out: Tensor, kind: str) -> None:
+        sizes = checks.activation(kind, gate, up, out=out)
+        self._call("activate", _code(gate), *sizes, gate.data_ptr(), _pointer(up), out.data_ptr())
 
-    def swiglu_backward(self, da: Tensor, gate: Tensor, up: Tensor, dgate: Tensor, dup: Tensor) -> None:
-        count = checks.same(da=da, gate=gate, up=up, dgate=dgate, dup=dup)
-        inputs = (da.data_ptr(), gate.data_ptr(), up.data_ptr())
-        self._call("swiglu_backward", _code(gate), count, *inputs, dgate.data_ptr(), dup.data_ptr())
+    def activate_backward(
+        self,
+        da: Tensor,
+        gate: Tensor,
+        up: Tensor | None,
+        dgate: Tensor,
+        dup: Tensor | None,
+        kind: str,
+    ) -> None:
+        sizes = checks.activation(kind, gate, up, da=da, dgate=dgate, dup=dup)
+        inputs = (da.data_ptr(), gate.data_ptr(), _pointer(up))
+        self._call("activate_backward", _code(gate), *sizes, *inputs, dgate.data_ptr(), _pointer(dup))
+
+    def softcap(self, x: Tensor, scale: float, cap: float) -> None:
+        count = checks.softcap(x, scale, cap)
+        self._call("softcap", _code(x), count, x.data_ptr(), scale, cap)
+
+    def softcap_backward(self, dy: Tensor, y: Tensor, scale: float, cap: float) -> None:
+        count = checks.softcap(dy, scale, cap, y)
+        self._call("softcap_backward", _code(dy), count, dy.data_ptr(), y.data_ptr(), scale, cap)
 
     def cross_entropy(
         self, logits: Tensor, targets: Tensor, scale: float, loss: Tensor, gradient: bool
@@ -195,16 +244,19 @@ class NativeKernels:
         inputs = (logits.data_ptr(), targets.data_ptr(), scale, loss.data_ptr())
         self._call("cross_entropy", _code(logits), chunk, vocab, *inputs, gradient, index="targets")
 
-    def embedding(self, table: Tensor, ids: Tensor, out: Tensor) -> None:
+    def embedding(
+        self, table: Tensor, ids: Tensor, out: Tensor, scale: float = 1.0, add: bool = False
+    ) -> None:
         sizes = checks.embedding(table, ids, out)
-        self._call(
-            "embedding", _code(table), *sizes, table.data_ptr(), ids.data_ptr(), out.data_ptr(), index="ids"
-        )
+        pointers = (table.data_ptr(), ids.data_ptr(), out.data_ptr())
+        self._call("embedding", _code(table), *sizes, *pointers, scale, add, index="ids")
 
-    def embedding_backward(self, dy: Tensor, ids: Tensor, grad: Tensor, first: bool) -> None:
+    def embedding_backward(
+        self, dy: Tensor, ids: Tensor, grad: Tensor, first: bool, scale: float = 1.0
+    ) -> None:
         sizes = checks.embedding_backward(dy, ids, grad)
         pointers = (dy.data_ptr(), ids.data_ptr(), grad.data_ptr())
-        self._call("embedding_backward", _code(dy), *sizes, *pointers, first, index="ids")
+        self._call("embedding_backward", _code(dy), *sizes, *pointers, first, scale, index="ids")
 
     def accumulate(self, dst: Tensor, src: Tensor, first: bool) -> None:
         count = checks.accumulate(dst, src)
@@ -248,9 +300,8 @@ class NativeKernels:
             grad_scale,
         )
         state = (master.data_ptr(), m.data_ptr(), v.data_ptr(), grad.data_ptr())
-        target = None if weight is None else weight.data_ptr()
         types = (_code(grad), _code(grad if weight is None else weight))
-        self._call("adamw", *types, count, *state, target, ctypes.addressof(scalars))
+        self._call("adamw", *types, count, *state, _pointer(weight), ctypes.addressof(scalars))
 
     def crc32c(self, buffer: Buffer, value: int = 0) -> int:
         data = np.frombuffer(memoryview(buffer).cast("B"), dtype=np.uint8)
@@ -262,9 +313,12 @@ class NativeKernels:
     def fill(self, address: int, nbytes: int, byte: int) -> None:
         ctypes.memset(address, checks.byte(byte), nbytes)
 
-    def causal_softmax(self, scores: Tensor, offset: int, scale: float, lse: Tensor) -> None:
-        sizes = checks.causal_softmax(scores, offset, lse)
-        self._call("causal_softmax", _code(scores), *sizes, scores.data_ptr(), offset, scale, lse.data_ptr())
+    def causal_softmax(
+        self, scores: Tensor, offset: int, scale: float, lse: Tensor, window: int | None = None
+    ) -> None:
+        sizes = checks.causal_softmax(scores, offset, lse, window)
+        seen = (offset, sizes[1] + offset if window is None else window)
+        self._call("causal_softmax", _code(scores), *sizes, scores.data_ptr(), *seen, scale, lse.data_ptr())
 
     def causal_softmax_backward(self, p: Tensor, dp: Tensor, delta: Tensor, scale: float) -> None:
         batch, n, m = checks.causal_softmax_backward(p, dp, delta)
@@ -303,6 +357,10 @@ class NativeKernels:
         sizes = checks.weigh_backward(dy, x, share, pairs, dshare)
         pointers = (dy.data_ptr(), x.data_ptr(), share.data_ptr(), pairs.data_ptr(), dshare.data_ptr())
         self._call("weigh_backward", _code(x), *sizes, *pointers, index="pairs")
+
+
+def _pointer(tensor: Tensor | None) -> int | None:
+    return None if tensor is None else tensor.data_ptr()
 
 
 def _code(tensor: Tensor) -> int:

@@ -29,6 +29,15 @@ def _inside(name: str, index: Tensor, size: int) -> None:
         raise ValueError(checks.OUT_OF_RANGE[name])
 
 
+def _inner(x: Tensor, kind: str) -> tuple[Tensor, Tensor]:
+    """(u, x times u's derivative) of an activation x * sigmoid(u(x)). Of gelu_tanh u is an odd cubic,
+    cut off where the sigmoid is 0 or 1 anyway, since the cube would overflow."""
+    if kind == "silu":
+        return x, x
+    a, b, cut = 2 * math.sqrt(2 / math.pi), 0.044715, x.clamp(-100, 100)
+    return a * (cut + b * cut**3), a * (cut + 3 * b * cut**3)
+
+
 class TorchKernels:
     """`packmule.kernels.contract.Kernels` in torch operations."""
 
@@ -41,12 +50,14 @@ class TorchKernels:
     def close(self) -> None:
         """Nothing to end: torch owns its threads."""
 
-    def rmsnorm(self, x: Tensor, weight: Tensor, eps: float, out: Tensor, rstd: Tensor) -> None:
+    def rmsnorm(
+        self, x: Tensor, weight: Tensor, eps: float, out: Tensor, rstd: Tensor, offset: float = 0.0
+    ) -> None:
         checks.rmsnorm(x, weight, out, rstd)
         s = _statistic(x)
         wide = x.to(s)
         rstd.copy_(torch.rsqrt(wide.square().mean(dim=1) + eps))
-        out.copy_(wide * rstd[:, None] * weight.to(s))
+        out.copy_(wide * rstd[:, None] * (weight.to(s) + offset))
 
     def rmsnorm_backward(
         self,
@@ -58,44 +69,104 @@ class TorchKernels:
         dweight: Tensor,
         residual: Tensor | None,
         first: bool,
+        offset: float = 0.0,
     ) -> None:
         checks.rmsnorm_backward(dy, x, weight, rstd, dx, dweight, residual)
         s = _statistic(x)
         wide = dy.to(s)
         xhat = x.to(s) * rstd[:, None]
-        u = wide * weight.to(s)
+        u = wide * (weight.to(s) + offset)
         total = (wide * xhat).sum(dim=0)
         inner = rstd[:, None] * (u - xhat * (u * xhat).mean(dim=1, keepdim=True))
         dx.copy_(inner if residual is None else residual.to(s) + inner)
         dweight.copy_(total if first else dweight + total)
 
+    def layernorm(
+        self, x: Tensor, weight: Tensor, bias: Tensor, eps: float, out: Tensor, mean: Tensor, rstd: Tensor
+    ) -> None:
+        checks.layernorm(x, weight, bias, out, mean, rstd)
+        s = _statistic(x)
+        wide = x.to(s)
+        mean.copy_(wide.mean(dim=1))
+        centered = wide - mean[:, None]
+        rstd.copy_(torch.rsqrt(centered.square().mean(dim=1) + eps))
+        out.copy_(centered * rstd[:, None] * weight.to(s) + bias.to(s))
+
+    def layernorm_backward(
+        self,
+        dy: Tensor,
+        x: Tensor,
+        weight: Tensor,
+        mean: Tensor,
+        rstd: Tensor,
+        dx: Tensor,
+        dweight: Tensor,
+        residual: Tensor | None,
+        first: bool,
+    ) -> None:
+        checks.layernorm_backward(dy, x, weight, mean, rstd, dx, dweight, residual)
+        s = _statistic(x)
+        wide = dy.to(s)
+        xhat = (x.to(s) - mean[:, None]) * rstd[:, None]
+        u = wide * weight.to(s)
+        total = (wide * xhat).sum(dim=0)
+        centered = u - u.mean(dim=1, keepdim=True)
+        inner = rstd[:, None] * (centered - xhat * (u * xhat).mean(dim=1, keepdim=True))
+        dx.copy_(inner if residual is None else residual.to(s) + inner)
+        dweight.copy_(total if first else dweight + total)
+
+    def column_sums(self, x: Tensor, out: Tensor, first: bool) -> None:
+        checks.column_sums(x, out)
+        total = x.to(out.dtype).sum(dim=0)
+        out.copy_(total if first else out + total)
+
     def rope(
         self, x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, head_dim: int, inverse: bool
     ) -> None:
-        n, heads, rows = checks.rope(x, cos, sin, positions, head_dim)
+        n, heads, _, half, rows = checks.rope(x, cos, sin, positions, head_dim)
         _inside("positions", positions, rows)
         at = positions.long()
         c, s = cos[at][:, None, :], sin[at][:, None, :]
         if inverse:
             s = -s
-        halves = x.view(n, heads, 2, head_dim // 2)
+        halves = x.view(n, heads, head_dim)[..., : 2 * half].view(n, heads, 2, half)
         x1, x2 = halves.to(_statistic(x)).unbind(dim=2)
         halves.copy_(torch.stack((x1 * c - x2 * s, x2 * c + x1 * s), dim=2))
 
-    def swiglu(self, gate: Tensor, up: Tensor, out: Tensor) -> None:
-        checks.same(gate=gate, up=up, out=out)
-        s = _statistic(gate)
-        wide = gate.to(s)
-        out.copy_(wide * torch.sigmoid(wide) * up.to(s))
+    def activate(self, gate: Tensor, up: Tensor | None, out: Tensor, kind: str) -> None:
+        checks.activation(kind, gate, up, out=out)
+        wide = gate.to(_statistic(gate))
+        value = wide * torch.sigmoid(_inner(wide, kind)[0])
+        out.copy_(value if up is None else value * up.to(wide.dtype))
 
-    def swiglu_backward(self, da: Tensor, gate: Tensor, up: Tensor, dgate: Tensor, dup: Tensor) -> None:
-        checks.same(da=da, gate=gate, up=up, dgate=dgate, dup=dup)
+    def activate_backward(
+        self,
+        da: Tensor,
+        gate: Tensor,
+        up: Tensor | None,
+        dgate: Tensor,
+        dup: Tensor | None,
+        kind: str,
+    ) -> None:
+        checks.activation(kind, gate, up, da=da, dgate=dgate, dup=dup)
         s = _statistic(gate)
-        d, g, u = da.to(s), gate.to(s), up.to(s)
-        sigmoid = torch.sigmoid(g)
-        to_gate = d * u * (sigmoid * (1 + g * (1 - sigmoid)))
-        dup.copy_(d * (g * sigmoid))
+        d, g = da.to(s), gate.to(s)
+        inner, slope = _inner(g, kind)
+        sigmoid = torch.sigmoid(inner)
+        to_gate = d * (sigmoid * (1 + slope * (1 - sigmoid)))
+        if up is not None and dup is not None:
+            to_gate *= up.to(s)
+            dup.copy_(d * (g * sigmoid))
         dgate.copy_(to_gate)
+
+    def softcap(self, x: Tensor, scale: float, cap: float) -> None:
+        checks.softcap(x, scale, cap)
+        x.copy_(cap * torch.tanh(x.to(_statistic(x)) * (scale / cap)))
+
+    def softcap_backward(self, dy: Tensor, y: Tensor, scale: float, cap: float) -> None:
+        checks.softcap(dy, scale, cap, y)
+        s = _statistic(dy)
+        dy.copy_(dy.to(s) * (1 - (y.to(s) / cap).square()) * scale)
 
     def cross_entropy(
         self, logits: Tensor, targets: Tensor, scale: float, loss: Tensor, gradient: bool
@@ -113,17 +184,22 @@ class TorchKernels:
             p.scatter_add_(1, at, -torch.ones_like(at, dtype=p.dtype))
             logits.copy_((p * scale).where(seen[:, None], 0.0))
 
-    def embedding(self, table: Tensor, ids: Tensor, out: Tensor) -> None:
+    def embedding(
+        self, table: Tensor, ids: Tensor, out: Tensor, scale: float = 1.0, add: bool = False
+    ) -> None:
         _, vocab, _ = checks.embedding(table, ids, out)
         _inside("ids", ids, vocab)
-        out.copy_(table[ids])
+        rows = table[ids].to(_statistic(table)) * scale
+        out.copy_(out.to(rows.dtype) + rows if add else rows)
 
-    def embedding_backward(self, dy: Tensor, ids: Tensor, grad: Tensor, first: bool) -> None:
+    def embedding_backward(
+        self, dy: Tensor, ids: Tensor, grad: Tensor, first: bool, scale: float = 1.0
+    ) -> None:
         _, vocab, _ = checks.embedding_backward(dy, ids, grad)
         _inside("ids", ids, vocab)
         if first:
             grad.zero_()
-        grad.index_add_(0, ids, dy.to(grad.dtype))
+        grad.index_add_(0, ids, dy.to(grad.dtype) * scale)
 
     def accumulate(self, dst: Tensor, src: Tensor, first: bool) -> None:
         checks.accumulate(dst, src)
@@ -174,9 +250,13 @@ class TorchKernels:
     def fill(self, address: int, nbytes: int, byte: int) -> None:
         ctypes.memset(address, checks.byte(byte), nbytes)
 
-    def causal_softmax(self, scores: Tensor, offset: int, scale: float, lse: Tensor) -> None:
-        _, n, m = checks.causal_softmax(scores, offset, lse)
+    def causal_softmax(
+        self, scores: Tensor, offset: int, scale: float, lse: Tensor, window: int | None = None
+    ) -> None:
+        _, n, m = checks.causal_softmax(scores, offset, lse, window)
         hidden = torch.ones(n, m, dtype=torch.bool).triu_(offset + 1)
+        if window is not None:
+            hidden |= torch.ones(n, m, dtype=torch.bool).tril_(offset - window)
         wide = (scores.to(_statistic(scores)) * scale).masked_fill_(hidden, -math.inf)
         lse.copy_(torch.logsumexp(wide, dim=2))
         scores.copy_(torch.softmax(wide, dim=2).masked_fill_(hidden, 0))

@@ -71,7 +71,8 @@ def choose(dtype: torch.dtype, length: int) -> Variant:
 def _parts(layer: LayerShape, dtype: torch.dtype, groups: Sequence[Run]) -> Iterator[tuple[Variant, Run]]:
     """Runs and their variants; flash runs are cut, since torch allocates that kernel's results."""
     for run in groups:
-        variant = choose(dtype, run.length)
+        plain = layer.cap is None and (layer.window is None or layer.window >= run.length)
+        variant = choose(dtype, run.length) if plain else "tiled"
         step = flash_documents(layer, run.length) if variant == "flash" else run.documents
         for first in range(0, run.documents, step):
             documents = min(step, run.documents - first)
@@ -126,7 +127,8 @@ def attention_forward(
     lse: Tensor,
     scratch: Scratch,
 ) -> None:
-    """softmax(q kᵀ / sqrt(D) + causal) v for every document and head.
+    """softmax(q kᵀ * scale + causal, within the window) v for every document and head; with a cap
+    the scores are first bounded smoothly (Gemma 2, arXiv:2408.00118).
 
     Args:
         groups: the documents, as `runs` gives them.
@@ -230,17 +232,31 @@ def attend_keys(
     batch = documents * kv_heads
     for first in range(0, n, ATTENTION_TILE):
         last = min(first + ATTENTION_TILE, n)
-        rows, seen = last - first, offset + last
+        rows, seen = last - first, slice(_first_key(layer, offset + first), offset + last)
+        width = seen.stop - seen.start
         tile = _take(scratch["tile_q"], documents, kv_heads, group, rows, d)
         tile.copy_(q[:, :, :, first:last])
         flat = tile.view(batch, group * rows, d)
-        scores = _take(scratch["tile_scores"], batch, group * rows, seen)
-        torch.bmm(flat, keys[:, :seen].transpose(1, 2), out=scores)
+        scores = _take(scratch["tile_scores"], batch, group * rows, width)
+        torch.bmm(flat, keys[:, seen].transpose(1, 2), out=scores)
         stats = _statistics(lse, 0, batch * group, first, last)
-        kernels.causal_softmax(scores.view(batch * group, rows, seen), offset + first, layer.scale, stats)
+        if layer.cap is not None:
+            kernels.softcap(scores, layer.scale, layer.cap)
+        _softmax(kernels, layer, scores.view(batch * group, rows, width), offset + first - seen.start, stats)
         # The query tile has been used; its place takes the output.
-        torch.bmm(scores, values[:, :seen], out=flat)
+        torch.bmm(scores, values[:, seen], out=flat)
         out[:, :, :, first:last].copy_(tile)
+
+
+def _first_key(layer: LayerShape, query: int) -> int:
+    """The first key that a query sees."""
+    return 0 if layer.window is None else max(0, query - layer.window + 1)
+
+
+def _softmax(kernels: Kernels, layer: LayerShape, scores: Tensor, offset: int, lse: Tensor) -> None:
+    """Scores [B, t, m] to probabilities; capped ones are scaled already."""
+    scale = layer.scale if layer.cap is None else 1.0
+    kernels.causal_softmax(scores, offset, scale, lse, layer.window)
 
 
 def _tiled_backward(
@@ -263,7 +279,7 @@ def _tiled_backward(
         x.view(run.documents, n, kv_heads, group, d).permute(0, 2, 3, 1, 4) for x in (q, out, dout, dq)
     )
     k4, v4, dk4, dv4 = (x.view(run.documents, n, kv_heads, d).transpose(1, 2) for x in (k, v, dk, dv))
-    scale, done = layer.scale, 0
+    done = 0
     for unit in _units(run.documents, kv_heads, attention_units(layer, n)):
         here = (unit.documents, unit.heads)
         batch = unit.shape[0] * unit.shape[1]
@@ -274,10 +290,17 @@ def _tiled_backward(
         keys, values = keys.view(batch, n, d), values.view(batch, n, d)
         dkeys = _take(scratch["tile_dk"], batch, n, d)
         dvalues = _take(scratch["tile_dv"], batch, n, d)
-        # From the last tile up: its prefix is every key, so it writes and the others add.
+        # From the last tile up: without a window its prefix is every key, so it writes and the others
+        # add; with a window all add.
+        windowed = _first_key(layer, n - 1) > 0
+        if windowed:
+            dkeys.zero_()
+            dvalues.zero_()
         for first in reversed(range(0, n, ATTENTION_TILE)):
             last = min(first + ATTENTION_TILE, n)
             rows, count = last - first, group * (last - first)
+            seen, opening = slice(_first_key(layer, first), last), last == n and not windowed
+            width = seen.stop - seen.start
             tile = _take(scratch["tile_q"], *unit.shape, group, rows, d)
             dtile = _take(scratch["tile_dout"], *unit.shape, group, rows, d)
             tile.copy_(q5[here][:, :, :, first:last])
@@ -289,18 +312,27 @@ def _tiled_backward(
             delta = _take(scratch["tile_delta"], batch * group, rows)
             torch.sum(product.view(batch * group, rows, d), -1, out=delta)
 
-            p = _take(scratch["tile_scores"], batch, count, last)
-            torch.bmm(flat, keys[:, :last].transpose(1, 2), out=p)
+            p = _take(scratch["tile_scores"], batch, count, width)
+            torch.bmm(flat, keys[:, seen].transpose(1, 2), out=p)
             stats = _statistics(lse, done, batch * group, first, last)
-            kernels.causal_softmax(p.view(batch * group, rows, last), first, scale, stats)
-            _add_product(dvalues, p, dflat, last == n, scratch)
-            ds = _take(scratch["tile_dscores"], batch, count, last)
-            torch.bmm(dflat, values[:, :last].transpose(1, 2), out=ds)
+            if layer.cap is not None:
+                kernels.softcap(p, layer.scale, layer.cap)
+                capped = _take(scratch["tile_capped"], batch, count, width)
+                capped.copy_(p)
+            _softmax(kernels, layer, p.view(batch * group, rows, width), first - seen.start, stats)
+            _add_product(dvalues[:, seen], p, dflat, opening, scratch)
+            ds = _take(scratch["tile_dscores"], batch, count, width)
+            torch.bmm(dflat, values[:, seen].transpose(1, 2), out=ds)
             kernels.causal_softmax_backward(
-                p.view(batch * group, rows, last), ds.view(batch * group, rows, last), delta, scale
+                p.view(batch * group, rows, width),
+                ds.view(batch * group, rows, width),
+                delta,
+                layer.scale if layer.cap is None else 1.0,
             )
-            _add_product(dkeys, ds, flat, last == n, scratch)
-            torch.bmm(ds, keys[:, :last], out=flat)
+            if layer.cap is not None:
+                kernels.softcap_backward(ds, capped, layer.scale, layer.cap)
+            _add_product(dkeys[:, seen], ds, flat, opening, scratch)
+            torch.bmm(ds, keys[:, seen], out=flat)
             dq5[here][:, :, :, first:last].copy_(tile)
         done += batch * group * n
         dk4[here].copy_(dkeys.view(*unit.shape, n, d))
@@ -308,21 +340,20 @@ def _tiled_backward(
 
 
 def _add_product(total: Tensor, a: Tensor, b: Tensor, first: bool, scratch: Scratch) -> None:
-    """total[:, :m] (+)= aᵀ b, summed in total's dtype: [B, n, D] += [B, t, m]ᵀ [B, t, D]."""
+    """total (+)= aᵀ b, summed in total's dtype: [B, m, D] += [B, t, m]ᵀ [B, t, D]."""
     batch, _, m = a.shape
-    prefix = total[:, :m]
     if total.dtype == a.dtype:
         if first:
-            torch.bmm(a.transpose(1, 2), b, out=prefix)
+            torch.bmm(a.transpose(1, 2), b, out=total)
         else:
-            torch.baddbmm(prefix, a.transpose(1, 2), b, out=prefix)
+            torch.baddbmm(total, a.transpose(1, 2), b, out=total)
         return
     product = _take(scratch["tile_dkv"], batch, m, b.shape[2])
     torch.bmm(a.transpose(1, 2), b, out=product)
     if first:
-        prefix.copy_(product)
+        total.copy_(product)
     else:
-        prefix.add_(product)
+        total.add_(product)
 
 
 def _flash_views(run: Run, layer: LayerShape, *tensors: Tensor) -> list[Tensor]:
@@ -334,7 +365,9 @@ def _flash_forward(
     layer: LayerShape, run: Run, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor
 ) -> None:
     q4, k4, v4, out4 = _flash_views(run, layer, q, k, v, out)
-    result, stats = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q4, k4, v4, 0.0, True)
+    result, stats = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+        q4, k4, v4, 0.0, True, scale=layer.scale
+    )
     out4.copy_(result)
     lse.view(run.documents, layer.heads, run.length).copy_(stats)
 
@@ -355,7 +388,7 @@ def _flash_backward(
     q4, k4, v4, out4, dout4, dq4, dk4, dv4 = _flash_views(run, layer, q, k, v, out, dout, dq, dk, dv)
     stats = lse.view(run.documents, layer.heads, run.length)
     grads = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-        dout4, q4, k4, v4, out4, stats, 0.0, True
+        dout4, q4, k4, v4, out4, stats, 0.0, True, scale=layer.scale
     )
     for target, grad in zip((dq4, dk4, dv4), grads, strict=True):
         target.copy_(grad)

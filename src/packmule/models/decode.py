@@ -17,7 +17,7 @@ from packmule.models.experts import open_forward
 from packmule.models.feed_forward import half_of
 from packmule.models.norms import norm_forward
 from packmule.models.products import linear
-from packmule.models.self_attention import project
+from packmule.models.self_attention import add_output, queries_keys_values
 from packmule.shapes.attention import attention_units
 
 if TYPE_CHECKING:
@@ -85,7 +85,8 @@ def _attend(
     if stop > cache.shape[2]:
         raise ValueError(f"position {stop - 1} is past a cache of {cache.shape[2]}")
     positions = torch.arange(position, stop, dtype=torch.int32)
-    project(decoder, layer, weights, positions, x, scratch, scratch)
+    turn = decoder.turn(layer, positions, [cache.shape[2]])
+    queries_keys_values(decoder, layer, weights, turn, x, scratch, scratch)
     for plane, name in zip(cache, ("k", "v"), strict=True):
         new = scratch[name][:n].view(n, layer.kv_heads, layer.head_dim)
         plane[:, position:stop].copy_(new.transpose(0, 1))
@@ -102,7 +103,7 @@ def _attend(
             scratch["lse"], scratch,
         )  # fmt: skip
     middle = scratch["middle"][:n]
-    linear(scratch["attention"][:n], weights["o.weight"], middle, scratch, x)
+    add_output(decoder, layer, weights, x, scratch, scratch, middle)
     return middle
 
 
@@ -115,8 +116,11 @@ def head_logits(decoder: Decoder, weights: Tensors, x: Tensor, scratch: Tensors)
         scratch: head_decode_scratch.
     """
     norm_forward(decoder.kernels, decoder.shape.norm, weights, "norm", x[-1:], scratch["normed"], scratch)
-    linear(scratch["normed"], weights["weight"], scratch["logits"], scratch)
-    return scratch["logits"][0].float()
+    logits, cap = scratch["logits"], decoder.shape.variant.logit_cap
+    linear(scratch["normed"], weights["weight"], logits, scratch)
+    if cap is not None:
+        decoder.kernels.softcap(logits, 1.0, cap)
+    return logits[0].float()
 
 
 def sample(logits: Tensor, temperature: float, top_p: float, generator: torch.Generator | None) -> int:

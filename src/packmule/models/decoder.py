@@ -26,16 +26,23 @@ if TYPE_CHECKING:
 
 
 def embed_forward(decoder: Decoder, weights: Tensors, batch: TokenBatch, out: Tensor) -> None:
-    """out[:N] = weight[ids]. out: c [M, H]."""
-    decoder.kernels.embedding(weights["weight"], batch.ids, out[: batch.tokens])
+    """out[:N] = weight[ids] * scale, and where positions are learned, + positions. out: c [M, H]."""
+    kernels, variant, rows = decoder.kernels, decoder.shape.variant, out[: batch.tokens]
+    kernels.embedding(weights["weight"], batch.ids, rows, decoder.embedding_scale)
+    if variant.learned_positions:
+        kernels.embedding(weights["positions.weight"], batch.positions.long(), rows, add=True)
 
 
-def embed_backward(decoder: Decoder, dy: Tensor, batch: TokenBatch, grad: Tensor, first: bool) -> None:
-    """grad[ids[i]] (+)= dy[i], in token order. dy: c [M, H]; grad: g [V, H].
+def embed_backward(decoder: Decoder, dy: Tensor, batch: TokenBatch, grads: Tensors, first: bool) -> None:
+    """Gradients of `embed_forward`, in token order. dy: c [M, H].
 
-    For a tied model the head has written `grad` before: `first` is False.
+    A tied model's head has written the gradient of "weight" before, so it is added to.
     """
-    decoder.kernels.embedding_backward(dy[: batch.tokens], batch.ids, grad, first)
+    kernels, shape, dy = decoder.kernels, decoder.shape, dy[: batch.tokens]
+    opening = first and not shape.tied
+    kernels.embedding_backward(dy, batch.ids, grads["weight"], opening, decoder.embedding_scale)
+    if shape.variant.learned_positions:
+        kernels.embedding_backward(dy, batch.positions.long(), grads["positions.weight"], first)
 
 
 def layer_forward(
@@ -180,14 +187,19 @@ def head_loss(
     Returns:
         The sum of the loss over the targets, added in float64, and the number of targets.
     """
-    kernels, norm = decoder.kernels, decoder.shape.norm
+    kernels, norm, cap = decoder.kernels, decoder.shape.norm, decoder.shape.variant.logit_cap
     total = torch.zeros((), dtype=torch.float64)
     for start in range(0, batch.tokens, chunk):
         stop = min(start + chunk, batch.tokens)
         rows, count = slice(start, stop), stop - start
         opening = first and start == 0
         normed, logits, loss = _chunk_logits(decoder, weights, x[rows], scratch)
+        if cap is not None:
+            capped = scratch["capped"][:count]
+            capped.copy_(logits)
         kernels.cross_entropy(logits, batch.targets[rows], scale, loss, True)
+        if cap is not None:
+            kernels.softcap_backward(logits, capped, 1.0, cap)
         total += loss.sum(dtype=torch.float64)
         weight_gradient(kernels, logits, normed, grads["weight"], opening, scratch)
         dnormed = scratch["dnormed"][:count]
@@ -220,4 +232,7 @@ def _chunk_logits(
     normed, logits = scratch["normed"][:count], scratch["logits"][:count]
     norm_forward(decoder.kernels, decoder.shape.norm, weights, "norm", x, normed, scratch)
     linear(normed, weights["weight"], logits, scratch)
+    cap = decoder.shape.variant.logit_cap
+    if cap is not None:
+        decoder.kernels.softcap(logits, 1.0, cap)
     return normed, logits, scratch["loss"][:count]

@@ -199,7 +199,7 @@ def experts_forward(
         kernels.embedding(routed["normed"][:tokens], some.tokens, rows)
         gate, up = _gated(some, weights, rows, saved, scratch, run=True)
         act = scratch["act"][: len(some)]
-        kernels.swiglu(gate, up, act)
+        kernels.activate(gate, up, act, "silu")
         kernels.weigh(act, routed["share"], some.pairs)
         linear(act, weights[some.weight("down")], rows, scratch)  # rows have been used
         kernels.embedding_backward(rows, some.tokens, mixed[:tokens], False)
@@ -244,11 +244,11 @@ def experts_backward(
         kernels.embedding(routed["normed"][:tokens], some.tokens, rows)
         kernels.embedding(dy[:tokens], some.tokens, drows)
         gate, up = _gated(some, weights, rows, saved, scratch, run=saved is None)
-        kernels.swiglu(gate, up, act)
+        kernels.activate(gate, up, act, "silu")
         input_gradient(drows, weights[named["down"]], dact, scratch)
         kernels.weigh_backward(dact, act, routed["share"], some.pairs, dispatched["dshare"])
         weight_gradient(kernels, drows, act, grads[named["down"]], first, scratch)
-        kernels.swiglu_backward(dact, gate, up, gate, up)
+        kernels.activate_backward(dact, gate, up, gate, up, "silu")
         weight_gradient(kernels, gate, rows, grads[named["gate"]], first, scratch)
         weight_gradient(kernels, up, rows, grads[named["up"]], first, scratch)
         input_gradient(gate, weights[named["gate"]], drows, scratch)  # drows have been used

@@ -19,7 +19,12 @@ def norm_forward(
     kernels: Kernels, norm: Norm, weights: Tensors, name: str, x: Tensor, out: Tensor, saved: Tensors
 ) -> None:
     """out = the norm called `name` of x. x, out: c [N, H]; its statistics go to `saved`."""
-    kernels.rmsnorm(x, weights[f"{name}.weight"], norm.eps, out, saved[f"{name}.rstd"][: len(x)])
+    weight, rstd = weights[f"{name}.weight"], saved[f"{name}.rstd"][: len(x)]
+    if norm.kind == "rms":
+        kernels.rmsnorm(x, weight, norm.eps, out, rstd, norm.offset)
+    else:
+        mean = saved[f"{name}.mean"][: len(x)]
+        kernels.layernorm(x, weight, weights[f"{name}.bias"], norm.eps, out, mean, rstd)
 
 
 def norm_backward(
@@ -42,7 +47,11 @@ def norm_backward(
         saved: what `norm_forward` left.
         first: write the parameters' gradients, do not add.
     """
-    kernels.rmsnorm_backward(
-        dy, x, weights[f"{name}.weight"], saved[f"{name}.rstd"][: len(x)], dx,
-        grads[f"{name}.weight"], residual, first,
-    )  # fmt: skip
+    weight, rstd = weights[f"{name}.weight"], saved[f"{name}.rstd"][: len(x)]
+    dweight = grads[f"{name}.weight"]
+    if norm.kind == "rms":
+        kernels.rmsnorm_backward(dy, x, weight, rstd, dx, dweight, residual, first, norm.offset)
+    else:
+        mean = saved[f"{name}.mean"][: len(x)]
+        kernels.column_sums(dy, grads[f"{name}.bias"], first)  # before dx takes dy's place
+        kernels.layernorm_backward(dy, x, weight, mean, rstd, dx, dweight, residual, first)

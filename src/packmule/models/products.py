@@ -1,4 +1,4 @@
-"""The matrix products of a linear map y = x Wᵀ, in the dtype this machine multiplies fastest.
+"""The matrix products of a linear map y = x Wᵀ (+ b), in the dtype this machine multiplies fastest.
 
 Where the product dtype is the compute dtype they are torch's own. Where a CPU multiplies bfloat16
 more slowly than float32 (AVX-512 without AMX may do so at half the rate), operands are widened, some
@@ -26,25 +26,69 @@ if TYPE_CHECKING:
 Scratch = Mapping[str, Tensor]
 
 
-def linear(x: Tensor, weight: Tensor, out: Tensor, scratch: Scratch, base: Tensor | None = None) -> None:
-    """out = (base +) x Wᵀ. x: c [N, I]; weight: c [O, I]; base, out: c [N, O]."""
+def linear(
+    x: Tensor,
+    weight: Tensor,
+    out: Tensor,
+    scratch: Scratch,
+    base: Tensor | None = None,
+    bias: Tensor | None = None,
+) -> None:
+    """out = (base +) (bias +) x Wᵀ. x: c [N, I]; weight: c [O, I]; base, out: c [N, O]; bias: c [O]."""
     if "wide_weight" not in scratch:
-        if base is None:
+        if base is not None and bias is not None:
+            base = torch.add(base, bias, out=out)
+        start = bias if base is None else base
+        if start is None:
             torch.mm(x, weight.t(), out=out)
         else:
-            torch.addmm(base, x, weight.t(), out=out)
+            torch.addmm(start, x, weight.t(), out=out)
         return
     for part in _slabs(len(weight), WEIGHT_ROWS):
         wide_weight = _widen(weight[part], scratch["wide_weight"])
         for rows in _slabs(len(x), PRODUCT_ROWS):
             wide_x = _widen(x[rows], scratch["wide_x"])
             wide_y = _view(scratch["wide_y"], *out[rows, part].shape)
-            if base is None:
-                torch.mm(wide_x, wide_weight.t(), out=wide_y)
-            else:
-                wide_y.copy_(base[rows, part])
+            starts = [] if bias is None else [bias[part]]
+            if base is not None:
+                starts.insert(0, base[rows, part])
+            if starts:
+                wide_y.copy_(starts[0])
+                for more in starts[1:]:
+                    wide_y.add_(more)
                 wide_y.addmm_(wide_x, wide_weight.t())
+            else:
+                torch.mm(wide_x, wide_weight.t(), out=wide_y)
             out[rows, part].copy_(wide_y)
+
+
+def project(
+    weights: Scratch,
+    name: str,
+    bias: bool,
+    x: Tensor,
+    out: Tensor,
+    scratch: Scratch,
+    base: Tensor | None = None,
+) -> None:
+    """`linear` by the name of its weight and, where it has one, its bias."""
+    linear(x, weights[f"{name}.weight"], out, scratch, base, weights[f"{name}.bias"] if bias else None)
+
+
+def project_gradients(
+    kernels: Kernels,
+    grads: Scratch,
+    name: str,
+    bias: bool,
+    dy: Tensor,
+    x: Tensor,
+    first: bool,
+    scratch: Scratch,
+) -> None:
+    """Gradients of the weight and bias of `project`. Shapes as in `weight_gradient`."""
+    weight_gradient(kernels, dy, x, grads[f"{name}.weight"], first, scratch)
+    if bias:
+        kernels.column_sums(dy, grads[f"{name}.bias"], first)
 
 
 def input_gradient(dy: Tensor, weight: Tensor, out: Tensor, scratch: Scratch, add: bool = False) -> None:

@@ -7,42 +7,81 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor
 
 from packmule.models.attention import attention_backward, attention_forward
 from packmule.models.context import Decoder, Tensors, TokenBatch
 from packmule.models.norms import norm_backward, norm_forward
-from packmule.models.products import input_gradient, linear, weight_gradient
+from packmule.models.products import input_gradient, project, project_gradients
+from packmule.models.rope import Turn
 
 if TYPE_CHECKING:
     from packmule.shapes.layer import LayerShape
 
 PROJECTIONS = ("q", "k", "v")
+TURNED = ("q", "k")
 
 
-def project(
+def queries_keys_values(
     decoder: Decoder,
     layer: LayerShape,
     weights: Tensors,
-    positions: Tensor,
+    turn: Turn | None,
     x: Tensor,
     saved: Tensors,
     scratch: Tensors,
 ) -> None:
-    """Queries, keys and values of x, queries and keys turned by their positions, into `saved`.
+    """Queries, keys and values of x, queries and keys normed and turned as the layer says, into `saved`.
 
     Args:
-        positions: int32 [N]. x: c [N, H].
+        x: c [N, H].
+        saved: attention_saved, of which all but "attention", "lse" and what follows them is written.
         scratch: "normed" is left holding the norm's output.
     """
     kernels, n = decoder.kernels, len(x)
     normed = scratch["normed"][:n]
     norm_forward(kernels, layer.norm, weights, "norm1", x, normed, saved)
     for name in PROJECTIONS:
-        linear(normed, weights[f"{name}.weight"], saved[name][:n], scratch)
-    cos, sin = decoder.tables[layer.rope]
-    for name in ("q", "k"):
-        kernels.rope(saved[name][:n], cos, sin, positions, layer.head_dim, False)
+        place = f"{name}_raw" if layer.qk_norm and name in TURNED else name
+        project(weights, name, layer.qkv_bias, normed, saved[place][:n], scratch)
+    for name in TURNED:
+        if layer.qk_norm:
+            raw, out = (_heads(layer, saved[place][:n]) for place in (f"{name}_raw", name))
+            norm_forward(kernels, layer.norm, weights, f"{name}_norm", raw, out, saved)
+        if turn is not None:
+            kernels.rope(saved[name][:n], turn.cos, turn.sin, turn.rows, layer.head_dim, False)
+
+
+def _heads(layer: LayerShape, x: Tensor) -> Tensor:
+    """Every head of every token as a row."""
+    return x.view(-1, layer.head_dim)
+
+
+def add_output(
+    decoder: Decoder,
+    layer: LayerShape,
+    weights: Tensors,
+    x: Tensor,
+    saved: Tensors,
+    scratch: Tensors,
+    out: Tensor,
+) -> None:
+    """out = x + o(attention), with the norm between them where the layer has one.
+
+    Args:
+        x, out: c [N, H], not the same.
+        saved: "attention" is read, what a norm leaves is written.
+    """
+    n = len(x)
+    attention = saved["attention"][:n]
+    if not layer.post_norms:
+        project(weights, "o", layer.o_bias, attention, out, scratch, x)
+        return
+    mixed, normed = saved["mixed"][:n], scratch["normed"][:n]
+    project(weights, "o", layer.o_bias, attention, mixed, scratch)
+    norm_forward(decoder.kernels, layer.norm, weights, "post1", mixed, normed, saved)
+    torch.add(x, normed, out=out)
 
 
 def forward(
@@ -63,11 +102,12 @@ def forward(
         scratch: layer_forward_scratch or layer_backward_scratch.
     """
     n = batch.tokens
-    project(decoder, layer, weights, batch.positions, x, saved, scratch)
+    turn = decoder.turn(layer, batch.positions, batch.lengths)
+    queries_keys_values(decoder, layer, weights, turn, x, saved, scratch)
     q, k, v, attention = (saved[name][:n] for name in (*PROJECTIONS, "attention"))
     lse = saved["lse"][: layer.heads * n]
     attention_forward(decoder.kernels, layer, batch.groups, q, k, v, attention, lse, scratch)
-    linear(attention, weights["o.weight"], out, scratch, x)
+    add_output(decoder, layer, weights, x, saved, scratch, out)
 
 
 def backward(
@@ -91,19 +131,30 @@ def backward(
         dy, dx: c [N, H]; dx may be dy; it may not be x.
     """
     kernels, n = decoder.kernels, batch.tokens
-    normed = scratch["normed"][:n]
+    normed, added = scratch["normed"][:n], dy
     q, k, v, attention = (saved[name][:n] for name in (*PROJECTIONS, "attention"))
-    weight_gradient(kernels, dy, attention, grads["o.weight"], first, scratch)
+    if layer.post_norms:
+        added = normed
+        norm_backward(
+            kernels, layer.norm, weights, "post1", dy, saved["mixed"][:n], saved, added, grads, None, first
+        )
+    project_gradients(kernels, grads, "o", layer.o_bias, added, attention, first, scratch)
     dattention = scratch["act"][: n * layer.query_width].view(n, layer.query_width)
-    input_gradient(dy, weights["o.weight"], dattention, scratch)
+    input_gradient(added, weights["o.weight"], dattention, scratch)
     lse = saved["lse"][: layer.heads * n]
     attention_backward(kernels, layer, batch.groups, q, k, v, attention, lse, dattention, q, k, v, scratch)
-    cos, sin = decoder.tables[layer.rope]
-    for grad in (q, k):
-        kernels.rope(grad, cos, sin, batch.positions, layer.head_dim, True)
+    turn = decoder.turn(layer, batch.positions, batch.lengths)
+    for name in TURNED:
+        if turn is not None:
+            kernels.rope(saved[name][:n], turn.cos, turn.sin, turn.rows, layer.head_dim, True)
+        if layer.qk_norm:
+            raw, grad = (_heads(layer, saved[place][:n]) for place in (f"{name}_raw", name))
+            norm_backward(
+                kernels, layer.norm, weights, f"{name}_norm", grad, raw, saved, grad, grads, None, first
+            )
     norm_forward(kernels, layer.norm, weights, "norm1", x, normed, saved)
     for name in PROJECTIONS:
-        weight_gradient(kernels, saved[name][:n], normed, grads[f"{name}.weight"], first, scratch)
+        project_gradients(kernels, grads, name, layer.qkv_bias, saved[name][:n], normed, first, scratch)
     # normed has been used; its place takes its gradient.
     for name in PROJECTIONS:
         input_gradient(saved[name][:n], weights[f"{name}.weight"], normed, scratch, add=name != "q")

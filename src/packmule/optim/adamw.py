@@ -31,13 +31,13 @@ class Update:
 
 @dataclass(frozen=True)
 class AdamW:
-    """The rule with its hyper-parameters; norms do not decay."""
+    """The rule with its hyper-parameters; norms and biases do not decay."""
 
     numerics: OptimizerNumerics
 
     def decay(self, role: str) -> float:
         """Weight decay of a parameter's role (shapes.model.Role)."""
-        return 0.0 if role == "norm" else self.numerics.weight_decay
+        return 0.0 if role in ("norm", "bias") else self.numerics.weight_decay
 
     def apply(
         self,

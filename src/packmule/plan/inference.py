@@ -57,7 +57,7 @@ def inference_plan(
                 PlannedModel(shape, plan), costs, mean_length, evaluation_rows, positions
             )
             arena = max(graph.extent(Tier.RAM) for graph in graphs.values())
-            ram = baseline_bytes + arena + outside_bytes(plan, graphs.values(), staging=0)
+            ram = baseline_bytes + arena + outside_bytes(shape, plan, graphs.values(), staging=0)
             least = ram if least is None else min(least, ram)
             if ram > budget_bytes:
                 continue

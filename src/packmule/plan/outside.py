@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from packmule.graph.step import StepGraph
-from packmule.shapes.bodies import compiled_bytes, dtypes
+from packmule.shapes.bodies import compiled_bytes, dtypes, rope_bytes
+from packmule.shapes.model import ModelShape
 from packmule.spec.plan import Plan
 
 STAGING_BYTES = 32 << 20
@@ -27,13 +28,16 @@ def workspace(graph: StepGraph) -> int:
     return int(graph.workspace.max(initial=0))
 
 
-def held_bytes(plan: Plan, graphs: Iterable[StepGraph]) -> int:
-    """What stays: compiled kernels, the graphs' objects, a step's tokens."""
-    tasks = sum(graph.tasks for graph in graphs)
-    return compiled_bytes(dtypes(plan.numerics)) + TASK_BYTES * tasks + batch_bytes(plan)
+def held_bytes(shape: ModelShape, plan: Plan, graphs: Iterable[StepGraph]) -> int:
+    """What stays: compiled kernels, rotary tables, the graphs' objects, a step's tokens."""
+    tasks, types = sum(graph.tasks for graph in graphs), dtypes(plan.numerics)
+    tables = rope_bytes(shape, plan.numerics.max_seq_length, types)
+    return compiled_bytes(types) + tables + TASK_BYTES * tasks + batch_bytes(plan)
 
 
-def outside_bytes(plan: Plan, graphs: Iterable[StepGraph], staging: int = STAGING_BYTES) -> int:
+def outside_bytes(
+    shape: ModelShape, plan: Plan, graphs: Iterable[StepGraph], staging: int = STAGING_BYTES
+) -> int:
     """What stays, and the most that comes and goes."""
     every = list(graphs)
-    return held_bytes(plan, every) + max([staging, *(workspace(graph) for graph in every)])
+    return held_bytes(shape, plan, every) + max([staging, *(workspace(graph) for graph in every)])

@@ -91,7 +91,7 @@ def step_only(situation: Situation, plan: Plan) -> tuple[float, int]:
     """(seconds, bytes of the process tree) of a steady step; the quick check of a search."""
     model = PlannedModel(situation.shape, plan)
     graph = build_step(model, situation.costs, situation.mean_length, pending=plan.update == "on-fetch")
-    ram = baseline(situation) + graph.extent(Tier.RAM) + outside_bytes(plan, (graph,))
+    ram = baseline(situation) + graph.extent(Tier.RAM) + outside_bytes(situation.shape, plan, (graph,))
     return float(times(graph)[1].max(initial=0.0)), ram
 
 
@@ -102,7 +102,8 @@ def predict(situation: Situation, plan: Plan) -> Predicted:
     arena = max(graph.extent(Tier.RAM) for graph in every.values())
     disk = max(graph.extent(Tier.DISK) for graph in every.values())
     slots = 2 * max(graph.extent(Tier.SLOTS) for graph in every.values())
-    held, outside = held_bytes(plan, every.values()), outside_bytes(plan, every.values())
+    held = held_bytes(situation.shape, plan, every.values())
+    outside = outside_bytes(situation.shape, plan, every.values())
     base = baseline(situation)
     # The arena is touched once and stays: every phase but the import has all of it resident.
     phases: list[PhaseMemory] = []

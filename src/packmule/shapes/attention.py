@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from packmule.shapes.bodies import Dtypes
 
 ATTENTION_TILE = 128
-"""Query rows of one attention tile; keys after a tile's last row are skipped."""
+"""Query rows of one attention tile; keys that none of them sees are skipped."""
 
 ATTENTION_ELEMENTS = 1 << 20
 """Elements that the scores of one batched attention product may have, unless one pair needs more."""
@@ -28,10 +28,15 @@ def flash_documents(layer: LayerShape, length: int) -> int:
     return max(1, ATTENTION_ELEMENTS // (length * layer.heads * layer.head_dim))
 
 
+def _tile_keys(layer: LayerShape, tile: int, length: int) -> int:
+    """Most keys that the queries of one tile see."""
+    return length if layer.window is None else min(length, layer.window + tile - 1)
+
+
 def _pair_elements(layer: LayerShape, length: int) -> int:
     """Elements of the largest temporary of one (document, key/value head) pair."""
     group, d, tile = layer.heads // layer.kv_heads, layer.head_dim, min(ATTENTION_TILE, length)
-    return max(group * tile * length, length * d, group * tile * d)
+    return max(group * tile * _tile_keys(layer, tile, length), length * d, group * tile * d)
 
 
 def attention_units(layer: LayerShape, length: int) -> int:
@@ -48,7 +53,8 @@ def attention_scratch(
     group, d, tile = layer.heads // layer.kv_heads, layer.head_dim, min(ATTENTION_TILE, queries)
     rows = min(layer.heads * queries * d, max(ATTENTION_ELEMENTS, group * tile * d))
     prefix = min(layer.kv_heads * keys * d, max(ATTENTION_ELEMENTS, keys * d))
-    scores = min(layer.heads * tile * keys, max(ATTENTION_ELEMENTS, group * tile * keys))
+    seen = _tile_keys(layer, tile, keys)
+    scores = min(layer.heads * tile * keys, max(ATTENTION_ELEMENTS, group * tile * seen))
     forward = (
         TensorSpec("tile_q", (rows,), p),
         TensorSpec("tile_k", (prefix,), p),
@@ -63,6 +69,7 @@ def attention_scratch(
         TensorSpec("tile_product", (rows,), s),
         TensorSpec("tile_delta", (rows // d,), s),
         TensorSpec("tile_dscores", (scores,), p),
+        *((TensorSpec("tile_capped", (scores,), p),) if layer.cap is not None else ()),
         TensorSpec("tile_dk", (prefix,), s),
         TensorSpec("tile_dv", (prefix,), s),
         *((TensorSpec("tile_dkv", (prefix,), p),) if p != s else ()),
@@ -79,4 +86,24 @@ def attention_saved(layer: LayerShape, tokens: int, types: Dtypes) -> tuple[Tens
         TensorSpec("v", (tokens, kv), c),
         TensorSpec("attention", (tokens, q), c),
         TensorSpec("lse", (layer.heads * tokens,), s),
+        *(_raw(layer, tokens, types) if layer.qk_norm else ()),
+        *(after_saved(layer, "post1", "mixed", tokens, types) if layer.post_norms else ()),
     )
+
+
+def _raw(layer: LayerShape, tokens: int, types: Dtypes) -> tuple[TensorSpec, ...]:
+    """Queries and keys before their norms."""
+    return (
+        TensorSpec("q_raw", (tokens, layer.query_width), types.compute),
+        *layer.norm.saved("q_norm", tokens * layer.heads, types.statistic),
+        TensorSpec("k_raw", (tokens, layer.key_width), types.compute),
+        *layer.norm.saved("k_norm", tokens * layer.kv_heads, types.statistic),
+    )
+
+
+def after_saved(
+    layer: LayerShape, norm: str, name: str, tokens: int, types: Dtypes
+) -> tuple[TensorSpec, ...]:
+    """A half's output before the norm that follows it."""
+    output = TensorSpec(name, (tokens, layer.hidden), types.compute)
+    return (output, *layer.norm.saved(norm, tokens, types.statistic))

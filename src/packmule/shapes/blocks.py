@@ -39,6 +39,7 @@ class Block:
         shared: index of the block whose `weight` this head reads as its own (tied), or None.
         layer: which layer (from 0) it is or belongs to; -1 for embed and head.
         experts: those of a group.
+        family: model_type of the model it belongs to; its Hugging Face names follow from it.
     """
 
     index: int
@@ -48,6 +49,7 @@ class Block:
     shared: int | None = None
     layer: int = -1
     experts: range = range(0)
+    family: str = "llama"
 
     def specs(self, dtype: str) -> tuple[TensorSpec, ...]:
         """The owned parameters as tensors of one dtype."""

@@ -12,7 +12,13 @@ from dataclasses import dataclass, replace
 from itertools import chain
 from typing import TYPE_CHECKING
 
-from packmule.shapes.attention import FLASH_LENGTH, attention_saved, attention_scratch, flash_documents
+from packmule.shapes.attention import (
+    FLASH_LENGTH,
+    after_saved,
+    attention_saved,
+    attention_scratch,
+    flash_documents,
+)
 from packmule.shapes.blocks import Parameter
 from packmule.shapes.experts import Experts
 from packmule.shapes.layer import LayerShape
@@ -68,6 +74,7 @@ def layer_saved(layer: LayerShape, tokens: int, types: Dtypes) -> tuple[TensorSp
         TensorSpec("middle", (tokens, layer.hidden), types.compute),
         *layer.norm.saved("norm2", tokens, types.statistic),
         *layer.feed_forward.saved(layer.hidden, tokens, types),
+        *(after_saved(layer, "post2", "fed", tokens, types) if layer.post_norms else ()),
     )
 
 
@@ -182,6 +189,7 @@ def head_scratch(shape: ModelShape, chunk: int, types: Dtypes, train: bool) -> t
     return (
         *forward,
         TensorSpec("dnormed", (chunk, shape.hidden), c),
+        *((TensorSpec("capped", (chunk, shape.vocab), c),) if shape.variant.logit_cap else ()),
         *_weight_gradient(matrices, types),
     )
 
@@ -229,6 +237,13 @@ def layer_workspace(layer: LayerShape, tokens: int, types: Dtypes) -> int:
     return min(tokens, most) * per_token + KERNEL_WORKSPACE
 
 
+def rope_bytes(shape: ModelShape, positions: int, types: Dtypes) -> int:
+    """Bytes of the rotary tables, which a process keeps outside the arena."""
+    item = ITEMSIZE[types.statistic]
+    ropes = {layer.rope for layer, _ in shape.layer_groups if layer.rope is not None}
+    return sum(rope.rows(positions) * rope.dims * item for rope in ropes)
+
+
 def compiled_bytes(types: Dtypes) -> int:
     """Bytes of the compiled matrix products that a process comes to hold."""
     return PRIMITIVES_KEPT * PRIMITIVE_BYTES if types.product == "bfloat16" else 0
@@ -239,7 +254,11 @@ def layer_flops(layer: LayerShape, tokens: int, mean_length: float) -> tuple[flo
     2.5 times the second. `mean_length` is tokens per document, weighted by tokens."""
     projections = layer.hidden * (2 * layer.query_width + 2 * layer.key_width)
     matmul = 2.0 * tokens * projections + layer.feed_forward.flops(layer.hidden, tokens)
-    return matmul, 2.0 * tokens * mean_length * layer.query_width
+    seen = mean_length / 2
+    if layer.window is not None and layer.window < mean_length:
+        # The first `window` queries of a document see fewer keys, the others exactly so many.
+        seen = layer.window - layer.window**2 / (2 * mean_length)
+    return matmul, 4.0 * tokens * seen * layer.query_width
 
 
 def layer_moved(layer: LayerShape, tokens: int, types: Dtypes) -> int:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 from packmule.errors import ConfigError
 
 _RESTORE = "restore the model's own config.json"
+_MOST = 1 << 31
+_LARGEST = 1e300
 
 
 class Config:
@@ -35,25 +36,27 @@ class Config:
         """A value as it stands; its default where it is missing, None where it has none."""
         return self._values.get(self._aliases.get(key, key), self._defaults.get(key))
 
-    def integer(self, key: str) -> int:
-        """A whole number of at least 1.
+    def integer(self, key: str, most: int = _MOST) -> int:
+        """A whole number from 1 to `most`.
 
         Raises:
             ConfigError: missing, or something else.
         """
-        found = self.optional_integer(key)
+        found = self.optional_integer(key, most)
         if found is None:
             name = self._aliases.get(key, key)
             raise ConfigError(f"{self.source}: {name!r} is missing.", "use the model's full config.json")
         return found
 
-    def optional_integer(self, key: str) -> int | None:
+    def optional_integer(self, key: str, most: int = _MOST) -> int | None:
         """Like `integer`; None where it is null or missing."""
         value = self.get(key)
         if value is None:
             return None
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise self.wrong(key, "a whole number of at least 1")
+        if value > most:
+            raise self.wrong(key, f"a whole number of at most {most}")
         return value
 
     def number(self, key: str, default: float) -> float:
@@ -66,7 +69,7 @@ class Config:
         value = self.get(key)
         if value is None:
             return None
-        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= _LARGEST:
             raise self.wrong(key, "a number above 0")
         return float(value)
 
@@ -102,4 +105,4 @@ class Config:
     def wrong(self, key: str, expected: str) -> ConfigError:
         """The error of a value that is not what it should be."""
         name = self._aliases.get(key, key)
-        return ConfigError(f"{self.source}: {name!r} is {self.get(key)!r}, not {expected}.", _RESTORE)
+        return ConfigError(f"{self.source}: {name!r} is {self.get(key)!r:.80}, not {expected}.", _RESTORE)

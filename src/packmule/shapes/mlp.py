@@ -6,6 +6,7 @@ Another half (`FeedForward`) can take its place layer by layer; its bodies are i
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import chain
 from typing import TYPE_CHECKING, Literal, Protocol
 
 from packmule.shapes.blocks import Parameter
@@ -38,40 +39,50 @@ class FeedForward(Protocol):
         """Elements of activations that its forward reads and writes."""
 
 
+def linear_parameters(
+    name: str, outputs: int, inputs: int, bias: bool, start: float = 1.0
+) -> tuple[Parameter, ...]:
+    """Weight and bias of one matrix product."""
+    weight = Parameter(f"{name}.weight", (outputs, inputs), "matrix", start)
+    return (weight, Parameter(f"{name}.bias", (outputs,), "bias", 0.0)) if bias else (weight,)
+
+
 @dataclass(frozen=True)
 class Mlp:
-    """down(activation(gate x) * up x) (Shazeer 2020, arXiv:2002.05202).
+    """down(f(gate x) * up x) (Shazeer 2020, arXiv:2002.05202), or without a gate down(f(up x)).
 
     Attributes:
         width: F.
+        activation: f.
     """
 
     width: int
     activation: Activation = "silu"
+    gated: bool = True
+    bias: bool = False
+
+    @property
+    def inner(self) -> tuple[str, ...]:
+        """Names of the products of width F; f is of the first."""
+        return ("gate", "up") if self.gated else ("up",)
 
     def parameters(self, hidden: int, start: float) -> tuple[Parameter, ...]:
         """gate, up, down."""
-        return (
-            Parameter("gate.weight", (self.width, hidden), "matrix"),
-            Parameter("up.weight", (self.width, hidden), "matrix"),
-            Parameter("down.weight", (hidden, self.width), "matrix", start),
-        )
+        inner = (linear_parameters(name, self.width, hidden, self.bias) for name in self.inner)
+        return (*chain(*inner), *linear_parameters("down", hidden, self.width, self.bias, start))
 
     def saved(self, hidden: int, tokens: int, types: Dtypes) -> tuple[TensorSpec, ...]:
-        """The two products that the activation joins."""
-        return (
-            TensorSpec("gate", (tokens, self.width), types.compute),
-            TensorSpec("up", (tokens, self.width), types.compute),
-        )
+        """The products that the activation joins."""
+        return tuple(TensorSpec(name, (tokens, self.width), types.compute) for name in self.inner)
 
     def scratch(self, hidden: int, tokens: int, types: Dtypes, backward: bool) -> tuple[TensorSpec, ...]:
         """What they are joined to."""
         return (TensorSpec("act", (tokens * self.width,), types.compute),)
 
     def flops(self, hidden: int, tokens: int) -> float:
-        """Three products."""
-        return 2.0 * tokens * 3 * hidden * self.width
+        """Two or three products."""
+        return 2.0 * tokens * (len(self.inner) + 1) * hidden * self.width
 
     def moved(self, tokens: int) -> int:
-        """gate, up and what they are joined to, each written and read."""
-        return 6 * self.width * tokens
+        """The products and what they are joined to, each written and read."""
+        return 2 * (len(self.inner) + 1) * self.width * tokens

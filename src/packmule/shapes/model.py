@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from packmule.errors import ConfigError
 from packmule.shapes.blocks import Block, Parameter
 from packmule.shapes.config import Config
-from packmule.shapes.families import FAMILIES
+from packmule.shapes.families import FAMILIES, MOST_LAYERS
 from packmule.shapes.layer import PLAIN, LayerKind, LayerShape, Norm, Variant
 from packmule.shapes.layout import ITEMSIZE
 from packmule.shapes.mlp import Mlp
@@ -68,21 +68,22 @@ class ModelShape:
         shape = cls(
             vocab=config.integer("vocab_size"),
             hidden=hidden,
-            layers=config.integer("num_hidden_layers"),
+            layers=config.integer("num_hidden_layers", MOST_LAYERS),
             heads=heads,
             kv_heads=config.optional_integer("num_key_value_heads") or heads,
             head_dim=config.optional_integer("head_dim") or hidden // heads,
-            ffn=config.integer("intermediate_size"),
+            ffn=_ffn(config, family.ffn_factor, hidden),
             norm_eps=config.number("rms_norm_eps", 1e-6),
             rope_theta=config.section("rope_parameters").optional_number("rope_theta")
-            or config.number("rope_theta", 10000.0),
+            or config.number("rope_theta", 1e4),
             tied=config.flag("tie_word_embeddings"),
             max_positions=config.integer("max_position_embeddings"),
             family=kind,
             variant=family.variant(config),
-            kinds=family.kinds(config),
+            kinds=family.layer_kinds(config),
         )
-        if shape.heads % shape.kv_heads or shape.head_dim % 2:
+        odd = any(layer.rope and layer.rope.dims % 2 for layer in shape.layer_shapes)
+        if shape.heads % shape.kv_heads or odd:
             raise ConfigError(
                 f"{source}: {shape.heads} heads, {shape.kv_heads} key/value heads, "
                 f"head_dim {shape.head_dim} do not divide.",
@@ -93,7 +94,7 @@ class ModelShape:
     @property
     def norm(self) -> Norm:
         """Every norm's form."""
-        return Norm(self.norm_eps)
+        return Norm(self.norm_eps, self.variant.norm, self.variant.norm_offset)
 
     @cached_property
     def layer_shapes(self) -> tuple[LayerShape, ...]:
@@ -110,9 +111,17 @@ class ModelShape:
             kv_heads=self.kv_heads,
             head_dim=self.head_dim,
             norm=self.norm,
-            rope=Rope(self.rope_theta, self.head_dim),
-            scale=self.head_dim**-0.5,
-            feed_forward=kind.feed_forward or Mlp(self.ffn, variant.activation),
+            rope=None if variant.learned_positions else kind.rope or Rope(self.rope_theta, self.head_dim),
+            scale=kind.scale or self.head_dim**-0.5,
+            feed_forward=kind.feed_forward
+            or Mlp(self.ffn, variant.activation, variant.gated, variant.mlp_bias),
+            window=kind.window,
+            cap=variant.attention_cap,
+            qk_norm=variant.qk_norm,
+            post_norms=variant.post_norms,
+            qkv_bias=variant.qkv_bias,
+            o_bias=variant.o_bias,
+            start=variant.residual_start,
         )
 
     @cached_property
@@ -136,14 +145,19 @@ class ModelShape:
         head = [*self.norm.parameters("norm", self.hidden)]
         if not self.tied:
             head.append(Parameter("weight", (self.vocab, self.hidden), "matrix"))
-        embed = (Parameter("weight", (self.vocab, self.hidden), "embedding"),)
-        found = [Block(0, "embed", "embed", embed)]
+        embed, family = [Parameter("weight", (self.vocab, self.hidden), "embedding")], self.family
+        if self.variant.learned_positions:
+            embed.append(Parameter("positions.weight", (self.max_positions, self.hidden), "embedding"))
+        found = [Block(0, "embed", "embed", tuple(embed), family=family)]
         for i, layer in enumerate(self.layer_shapes):
-            found.append(Block(len(found), f"layer{i}", "layer", layer.parameters(), layer=i))
+            owned = layer.parameters()
+            found.append(Block(len(found), f"layer{i}", "layer", owned, layer=i, family=family))
             for group, experts in enumerate(layer.experts.ranges() if layer.experts else ()):
                 name, owned = f"layer{i}.experts{group}", layer.expert_parameters(experts)
-                found.append(Block(len(found), name, "experts", owned, layer=i, experts=experts))
-        found.append(Block(len(found), "head", "head", tuple(head), 0 if self.tied else None))
+                block = Block(len(found), name, "experts", owned, layer=i, experts=experts, family=family)
+                found.append(block)
+        shared = 0 if self.tied else None
+        found.append(Block(len(found), "head", "head", tuple(head), shared, family=family))
         return tuple(found)
 
     def stream_bytes(self, tokens: int, types: Dtypes) -> int:
@@ -154,3 +168,9 @@ class ModelShape:
     def numel(self) -> int:
         """Trainable parameters, tied ones counted once."""
         return sum(block.numel for block in self.blocks())
+
+
+def _ffn(config: Config, factor: int | None, hidden: int) -> int:
+    if factor is None:
+        return config.integer("intermediate_size")
+    return config.optional_integer("intermediate_size") or factor * hidden

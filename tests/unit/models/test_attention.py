@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -23,8 +25,9 @@ from packmule.shapes.model import ModelShape
 PRECISIONS = {"fp32": 2e-5, "fp64": 1e-12, "bf16-mixed": 3e-2, "bf16-wide": 3e-2}
 
 
-def layer_of(heads: int, kv_heads: int, head_dim: int) -> LayerShape:
-    return ModelShape(11, 8, 1, heads, kv_heads, head_dim, 8, 1e-5, 1e4, False, 4096).layer(1)
+def layer_of(heads: int, kv_heads: int, head_dim: int, **changes: Any) -> LayerShape:
+    layer = ModelShape(11, 8, 1, heads, kv_heads, head_dim, 8, 1e-5, 1e4, False, 4096).layer(1)
+    return replace(layer, **changes)
 
 
 def written_out(layer: LayerShape, lengths: Sequence[int], q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -36,8 +39,13 @@ def written_out(layer: LayerShape, lengths: Sequence[int], q: Tensor, k: Tensor,
         keys, values = (
             x.view(n, layer.kv_heads, d).transpose(0, 1).repeat_interleave(group, 0) for x in (b, c)
         )
-        scores = heads @ keys.transpose(1, 2) / d**0.5
-        scores = scores.masked_fill(torch.ones(n, n, dtype=torch.bool).triu(1), float("-inf"))
+        scores = heads @ keys.transpose(1, 2) * layer.scale
+        if layer.cap is not None:
+            scores = torch.tanh(scores / layer.cap) * layer.cap
+        hidden = torch.ones(n, n, dtype=torch.bool).triu(1)
+        if layer.window is not None:
+            hidden |= torch.ones(n, n, dtype=torch.bool).tril(-layer.window)
+        scores = scores.masked_fill(hidden, float("-inf"))
         outs.append((scores.softmax(-1) @ values).transpose(0, 1).reshape(n, -1))
     return torch.cat(outs)
 
@@ -45,12 +53,17 @@ def written_out(layer: LayerShape, lengths: Sequence[int], q: Tensor, k: Tensor,
 @pytest.mark.parametrize("variant", ("tiled", "flash"))
 @pytest.mark.parametrize("precision", list(PRECISIONS))
 @pytest.mark.parametrize(
-    ("heads", "kv_heads", "head_dim", "lengths"),
+    ("heads", "kv_heads", "head_dim", "lengths", "changes"),
     (
-        (4, 2, 8, (1, 5, 5, 5, 64, 130)),
-        (3, 3, 10, (257, 3, 128, 129, 129)),
-        (12, 4, 16, (900,)),
-        (2, 1, 64, (40,) * 30),
+        (4, 2, 8, (1, 5, 5, 5, 64, 130), {}),
+        (3, 3, 10, (257, 3, 128, 129, 129), {"scale": 0.5}),
+        (12, 4, 16, (900,), {}),
+        (2, 1, 64, (40,) * 30, {}),
+        (4, 2, 8, (1, 5, 64, 64, 130, 300, 130), {"window": 37, "cap": 2.0}),
+        (3, 3, 10, (257, 129, 129), {"window": 128}),
+        (2, 1, 16, (500, 20), {"window": 1}),
+        (12, 4, 16, (900,), {"window": 200, "scale": 0.1}),
+        (2, 2, 7, (300, 40), {"cap": 0.7, "scale": 0.9}),
     ),
 )
 def test_both_variants_equal_the_written_out_softmax(
@@ -62,11 +75,13 @@ def test_both_variants_equal_the_written_out_softmax(
     kv_heads: int,
     head_dim: int,
     lengths: tuple[int, ...],
+    changes: dict[str, Any],
 ) -> None:
     monkeypatch.setattr(attention, "choose", lambda dtype, length: variant)
     # Small products, so that heads and documents are cut too.
     monkeypatch.setattr(sizes, "ATTENTION_ELEMENTS", 1 << 16)
-    layer, types, limit = layer_of(heads, kv_heads, head_dim), TYPES[precision], PRECISIONS[precision]
+    layer, types = layer_of(heads, kv_heads, head_dim, **changes), TYPES[precision]
+    limit = PRECISIONS[precision]
     tokens = sum(lengths)
     place = layout(bodies.layer_saved(layer, tokens, types))
     saved = views(torch.full((place.bytes,), 0xFF, dtype=torch.uint8), place)
@@ -105,7 +120,9 @@ def test_scratch_covers_every_split_of_the_tokens(seed: int) -> None:
     rng = random.Random(seed)
     for _ in range(200):
         kv_heads = rng.choice((1, 2, 3, 8))
-        layer = layer_of(kv_heads * rng.choice((1, 3, 4)), kv_heads, rng.choice((8, 64, 128)))
+        window = rng.choice((None, rng.randint(1, 3000)))
+        heads, head_dim = kv_heads * rng.choice((1, 3, 4)), rng.choice((8, 64, 128))
+        layer = layer_of(heads, kv_heads, head_dim, window=window)
         tokens = rng.choice((rng.randint(1, 300), rng.randint(1, 20000)))
         specs = sizes.attention_scratch(layer, tokens, tokens, bodies.DTYPES["fp32"], backward=True)
         room = {spec.name: spec.numel for spec in specs}
@@ -116,7 +133,8 @@ def test_scratch_covers_every_split_of_the_tokens(seed: int) -> None:
         assert units * group * tile * d <= room["tile_q"]
         assert units * group * tile <= room["tile_delta"]
         assert units * length * d <= room["tile_k"]
-        assert units * group * tile * length <= room["tile_scores"]
+        seen = length if window is None else min(length, window + tile - 1)
+        assert units * group * tile * seen <= room["tile_scores"]
 
 
 def test_scratch_does_not_grow_with_the_square_of_the_length() -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import random
 from dataclasses import replace
 
+from tests.parity.architectures import ARCHITECTURES
+
 from packmule.graph.costs import Costs
 from packmule.plan.candidates import candidates
 from packmule.plan.situation import Situation
@@ -40,7 +42,7 @@ def make_hardware(rng: random.Random) -> Hardware:
 
 
 def make_situation(rng: random.Random) -> Situation:
-    """A tiny model on such a machine, with room for anything."""
+    """A tiny model of some architecture on such a machine, with room for anything."""
     heads = rng.choice((2, 4))
     head_dim = rng.choice((8, 16))
     shape = ModelShape(
@@ -48,6 +50,8 @@ def make_situation(rng: random.Random) -> Situation:
         kv_heads=rng.choice((1, heads)), head_dim=head_dim, ffn=rng.randint(16, 200), norm_eps=1e-5,
         rope_theta=1e4, tied=rng.random() < 0.5, max_positions=512,
     )  # fmt: skip
+    if rng.random() < 0.5:
+        shape = rng.choice(ARCHITECTURES).shape(rng)
     hardware = make_hardware(rng)
     precision = rng.choice(("fp32", "bf16-mixed", "fp64"))
     numerics = Numerics(

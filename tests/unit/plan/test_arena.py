@@ -24,7 +24,7 @@ def test_the_predicted_arena_is_the_engines(seed: int, tmp_path: Path) -> None:
     for case in range(6):
         situation = make_situation(rng)
         for number, plan in enumerate(random_plans(rng, situation, 3)):
-            outside = outside_bytes(plan, graphs(situation, plan).values())
+            outside = outside_bytes(situation.shape, plan, graphs(situation, plan).values())
             predicted = predict(situation, plan)
             arena = predicted.peak_ram_bytes - outside - baseline(situation)
             folder = tmp_path / f"{case} {number}"
@@ -56,5 +56,5 @@ def test_only_bfloat16_pays_for_compiled_products(seed: int) -> None:
     sizes = {}
     for precision in ("fp32", "bf16-mixed"):
         numerics = plan.numerics.model_copy(update={"precision": precision})
-        sizes[precision] = outside_bytes(plan.model_copy(update={"numerics": numerics}), ())
+        sizes[precision] = outside_bytes(situation.shape, plan.model_copy(update={"numerics": numerics}), ())
     assert sizes["bf16-mixed"] - sizes["fp32"] == compiled_bytes(DTYPES["bf16-mixed"]) > 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Mapping
+from itertools import chain
 from math import prod
 from pathlib import Path
 from typing import Any, BinaryIO, Literal, NamedTuple
@@ -13,7 +14,7 @@ import numpy as np
 from packmule.data.files import atomic_folder, disk_errors, write_json
 from packmule.data.model_files import copy_model_files
 from packmule.models.weights.decode import to_bfloat16
-from packmule.models.weights.names import hf_name
+from packmule.models.weights.names import HfTensor, hf_tensors
 from packmule.shapes.families import FAMILIES
 from packmule.shapes.model import Block, ModelShape, Parameter
 
@@ -23,10 +24,13 @@ _CODES = {"bfloat16": ("BF16", 2), "float32": ("F32", 4)}
 
 
 class _Item(NamedTuple):
-    name: str
     block: Block
-    parameter: Parameter
+    tensor: HfTensor
     bytes: int
+
+    @property
+    def name(self) -> str:
+        return self.tensor.name
 
 
 def export_bytes(shape: ModelShape, dtype: ExportDtype) -> int:
@@ -59,9 +63,9 @@ def write_huggingface(
         ValueError: `tensors` gives too few or too many elements.
     """
     items = [
-        _Item(hf_name(block, parameter), block, parameter, prod(parameter.shape) * _CODES[dtype][1])
+        _Item(block, tensor, prod(tensor.shape) * _CODES[dtype][1])
         for block in shape.blocks()
-        for parameter in block.parameters
+        for tensor in hf_tensors(block)
     ]
     shards = _shards(items, shard_bytes)
     with atomic_folder(folder) as temporary, disk_errors(folder):
@@ -113,7 +117,7 @@ def _write_shard(
         end = offset + item.bytes
         header[item.name] = {
             "dtype": code,
-            "shape": list(item.parameter.shape),
+            "shape": list(item.tensor.shape),
             "data_offsets": [offset, end],
         }
         offset = end
@@ -121,13 +125,40 @@ def _write_shard(
     text += b" " * (-len(text) % 8)
     file.write(len(text).to_bytes(8, "little") + text)
     for item in items:
-        written = 0
-        for chunk in tensors(item.block, item.parameter):
-            values = chunk.astype("<f4", copy=False)
-            data = to_bfloat16(values) if dtype == "bfloat16" else np.ascontiguousarray(values)
-            file.write(data.data)
-            written += chunk.size * itemsize
-        if written != item.bytes:
-            raise ValueError(
-                f"{item.name}: {written // itemsize} elements given, {item.bytes // itemsize} expected"
-            )
+        chunks = chain.from_iterable(tensors(item.block, parameter) for parameter in item.tensor.parameters)
+        write = _write_columns if item.tensor.transposed else _write_rows
+        written = write(file, item.tensor, chunks, dtype)
+        if written * itemsize != item.bytes:
+            raise ValueError(f"{item.name}: {written} elements given, {item.bytes // itemsize} expected")
+
+
+def _encode(values: np.ndarray, dtype: ExportDtype) -> np.ndarray:
+    narrow = values.astype("<f4", copy=False)
+    return to_bfloat16(narrow) if dtype == "bfloat16" else np.ascontiguousarray(narrow)
+
+
+def _write_rows(file: BinaryIO, tensor: HfTensor, chunks: Iterable[np.ndarray], dtype: ExportDtype) -> int:
+    """One chunk after the other; returns the number of elements."""
+    written = 0
+    for chunk in chunks:
+        file.write(_encode(chunk, dtype).data)
+        written += chunk.size
+    return written
+
+
+def _write_columns(file: BinaryIO, tensor: HfTensor, chunks: Iterable[np.ndarray], dtype: ExportDtype) -> int:
+    """Chunks of rows as columns of a transposed tensor; returns the number of elements."""
+    outputs, inputs = tensor.whole
+    itemsize, start, done = _CODES[dtype][1], file.tell(), 0
+    left = np.empty(0, np.float32)
+    for chunk in chunks:
+        values = np.concatenate((left, chunk)) if len(left) else chunk
+        rows = len(values) // inputs
+        left = values[rows * inputs :]
+        columns = _encode(np.ascontiguousarray(values[: rows * inputs].reshape(rows, inputs).T), dtype)
+        for index, column in enumerate(columns if done + rows <= outputs else ()):
+            file.seek(start + (index * outputs + done) * itemsize)
+            file.write(column.data)
+        done += rows
+    file.seek(start + outputs * inputs * itemsize)
+    return done * inputs + len(left)

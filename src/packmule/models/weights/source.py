@@ -17,7 +17,7 @@ from packmule.data.files import Reader
 from packmule.data.manifest import Manifest, WeightEntry
 from packmule.errors import DataError
 from packmule.models.weights.decode import decoder
-from packmule.models.weights.names import hf_name
+from packmule.models.weights.names import NAMES, HfTensor, hf_tensor, hf_tensors
 from packmule.shapes.model import Block, ModelShape, Parameter
 
 CHUNK_BYTES = 4 << 20
@@ -79,6 +79,7 @@ class FileSource(WeightSource):
     """Weights from safetensors or GGUF files, by the manifest's offsets."""
 
     def __init__(self, manifest: Manifest) -> None:
+        self._kind = manifest.kind
         self._entries = {entry.name: entry for entry in manifest.tensors}
         self._readers: list[Reader] = []
         try:
@@ -97,11 +98,13 @@ class FileSource(WeightSource):
     def check(self, shape: ModelShape) -> None:
         known = set()
         for block in shape.blocks():
-            for parameter in block.parameters:
-                self._decoder(self._entry(block, parameter))
-                known.add(hf_name(block, parameter))
-        # a tied model may still carry a copy of its embedding, and old ones their RoPE frequencies
-        extra = [n for n in self._entries if n not in known and not n.endswith("rotary_emb.inv_freq")]
+            for tensor in hf_tensors(block):
+                entry = self._entry(block, tensor)
+                self._decoder(entry)
+                known.add(entry.name)
+        # a tied model may still carry a copy of its embedding, and old ones constant buffers
+        ignored = NAMES[shape.family].ignored
+        extra = [n for n in self._entries if n not in known and not n.endswith(ignored)]
         extra = [n for n in extra if not (shape.tied and n == "lm_head.weight")]
         if extra:
             raise DataError(
@@ -113,13 +116,27 @@ class FileSource(WeightSource):
     def chunks(
         self, block: Block, parameter: Parameter, chunk_bytes: int = CHUNK_BYTES
     ) -> Iterator[tuple[int, np.ndarray]]:
-        entry = self._entry(block, parameter)
+        tensor = hf_tensor(block, parameter)
+        entry, rows = self._entry(block, tensor), tensor.rows(parameter)
+        if len(entry.shape) == 1:
+            # A vector is one row of the file, and short.
+            _, values = next(self._rows(entry, 0, 1, chunk_bytes))
+            yield 0, values[rows]
+        elif self._flipped(tensor):
+            yield from self._columns(entry, rows, chunk_bytes)
+        else:
+            yield from self._rows(entry, rows.start, rows.stop, chunk_bytes)
+
+    def _rows(
+        self, entry: WeightEntry, start: int, stop: int, chunk_bytes: int
+    ) -> Iterator[tuple[int, np.ndarray]]:
+        """Rows start..stop-1 of a tensor, as `chunks` gives them."""
         decode, reader = self._decoder(entry), self._readers[entry.file]
         unit = entry.rows // entry.interleaved_heads if entry.interleaved_heads else 1
         step = unit * max(1, chunk_bytes // (unit * entry.columns * 4))
-        raw = np.empty(min(step, entry.rows) * entry.row_bytes, np.uint8)
-        for row in range(0, entry.rows, step):
-            rows = min(step, entry.rows - row)
+        raw = np.empty(min(step, stop - start) * entry.row_bytes, np.uint8)
+        for row in range(start, stop, step):
+            rows = min(step, stop - row)
             part = raw[: rows * entry.row_bytes]
             offset = entry.offset + row * entry.row_bytes
             reader.read_into(part, offset)
@@ -127,7 +144,27 @@ class FileSource(WeightSource):
             values = decode(part.reshape(rows, entry.row_bytes))
             if entry.interleaved_heads:
                 values = half_rotation(values, unit)
-            yield row * entry.columns, np.ascontiguousarray(values).reshape(-1)
+            yield (row - start) * entry.columns, np.ascontiguousarray(values).reshape(-1)
+
+    def _columns(
+        self, entry: WeightEntry, columns: slice, chunk_bytes: int
+    ) -> Iterator[tuple[int, np.ndarray]]:
+        """Some columns of a tensor as rows, as `chunks` gives them."""
+        decode, reader = self._decoder(entry), self._readers[entry.file]
+        item = entry.row_bytes // entry.columns
+        step = max(1, chunk_bytes // (entry.rows * 4))
+        for first in range(columns.start, columns.stop, step):
+            count = min(step, columns.stop - first)
+            raw = np.empty((entry.rows, count * item), np.uint8)
+            for row in range(entry.rows):
+                reader.read_into(raw[row], entry.offset + row * entry.row_bytes + first * item)
+            values = np.ascontiguousarray(decode(raw).T)
+            yield (first - columns.start) * entry.rows, values.reshape(-1)
+        reader.forget(entry.offset, entry.rows * entry.row_bytes)
+
+    def _flipped(self, tensor: HfTensor) -> bool:
+        """Whether a tensor lies in the file as its parameters' transpose: GGUF has none of those."""
+        return tensor.transposed and self._kind != "gguf"
 
     def close(self) -> None:
         for reader in self._readers:
@@ -136,18 +173,19 @@ class FileSource(WeightSource):
     def _path(self, entry: WeightEntry) -> Path:
         return self._readers[entry.file].path
 
-    def _entry(self, block: Block, parameter: Parameter) -> WeightEntry:
-        name = hf_name(block, parameter)
-        entry = self._entries.get(name)
+    def _entry(self, block: Block, tensor: HfTensor) -> WeightEntry:
+        name = tensor.name
+        entry = self._entries.get(name) or self._entries.get(name.removeprefix(NAMES[block.family].prefix))
         if entry is None:
             where = ", ".join(str(reader.path) for reader in self._readers[:3])
             raise DataError(
                 f"tensor {name!r} is missing in {where}.", "get the model again, or correct its config.json"
             )
-        if entry.shape != parameter.shape:
+        expected = tensor.shape if self._flipped(tensor) else tensor.whole
+        if entry.shape != expected:
             raise DataError(
                 f"{self._path(entry)}: tensor {name!r} has shape {list(entry.shape)}, "
-                f"but config.json asks for {list(parameter.shape)}.",
+                f"but config.json asks for {list(expected)}.",
                 "use the config.json the weights were saved with",
             )
         return entry
@@ -164,7 +202,8 @@ class FileSource(WeightSource):
 
 
 class RandomSource(WeightSource):
-    """Fresh weights: normal with the config's deviation, norms 1 (Llama's initialization).
+    """Fresh weights as transformers draws them: normal with the config's deviation times the
+    parameter's `start`; norms and biases are their `start`.
 
     Each tile of 65536 elements has its own Philox stream (Salmon et al. 2011) keyed by seed, block
     and parameter, so a tensor does not depend on chunk size or on what was drawn before.
@@ -185,13 +224,13 @@ class RandomSource(WeightSource):
             values = np.empty(min(step, total - first), np.float32)
             for at in range(0, len(values), _TILE):
                 part = values[at : at + _TILE]
-                if parameter.role == "norm":
-                    part.fill(1)
+                if parameter.role in ("norm", "bias"):
+                    part.fill(parameter.start)
                 else:
                     self._stream(block, parameter, (first + at) // _TILE).standard_normal(
                         dtype=np.float32, out=part
                     )
-                    part *= self._deviation
+                    part *= self._deviation * np.float32(parameter.start)
             yield first, values
 
     def close(self) -> None:
