@@ -18,9 +18,11 @@ from torch import Tensor
 
 from packmule.kernels import load, native
 from packmule.models import decoder as bodies_of
+from packmule.models import experts as mixture
 from packmule.models.context import Decoder, TokenBatch
 from packmule.models.views import views
-from packmule.shapes import bodies
+from packmule.shapes import bodies, experts
+from packmule.shapes.experts import Experts
 from packmule.shapes.layout import TensorSpec, layout
 from packmule.shapes.model import ModelShape
 from packmule.spec.batch import Batch
@@ -88,6 +90,46 @@ def test_a_layer_stays_within_its_workspace(precision: str, length: int) -> None
 
     assert peak_bytes(body) <= bodies.layer_workspace(LAYER, TOKENS, types)
     decoder.kernels.close()
+
+
+@pytest.mark.parametrize("precision", ("fp32", "bf16-mixed", "bf16-wide"))
+def test_experts_stay_within_their_workspace(precision: str) -> None:
+    """Those of one group, with and without what the forward computed, and their router."""
+    types, kernels, hidden = TYPES[precision], load(2), SHAPE.hidden
+    own = Experts(count=8, chosen=2, width=512, renormalize=True, balance=0.1, groups=1)
+    weights = buffers(block_specs(own, types.compute))
+    grads = buffers(block_specs(own, types.gradient))
+    for weight in weights.values():
+        weight.normal_(0, 0.02)
+    routed = buffers(experts.routed(own, hidden, TOKENS, types))
+    routed["normed"].normal_()
+    dispatched = buffers(experts.dispatched(own, hidden, TOKENS, types))
+    mixed = buffers(experts.mixed(hidden, TOKENS, types))["mixed"]
+    saved = buffers(experts.experts_saved(own, TOKENS, types))
+    router = own.scratch(hidden, TOKENS, types, backward=True)
+    scratch = buffers((*bodies.experts_scratch(own, hidden, TOKENS, types, True, False), *router))
+    stream = buffers((bodies.input_spec(SHAPE, TOKENS, types),))["x"]
+    balance, even = torch.zeros(2, 8, dtype=torch.float64), torch.zeros(8)
+
+    def body() -> None:
+        mixture.route(kernels, own, weights["router.weight"], TOKENS, routed, scratch, balance)
+        for kept in (None, saved):
+            arguments = (kernels, range(8), weights, TOKENS, routed, kept, scratch)
+            mixture.experts_forward(*arguments, mixed)
+            mixture.experts_backward(*arguments, stream, dispatched, grads, True, True)
+        mixture.route_backward(
+            kernels, own, weights["router.weight"], routed, dispatched, even, grads["router.weight"], True,
+            scratch, stream,
+        )  # fmt: skip
+
+    assert peak_bytes(body) <= bodies.KERNEL_WORKSPACE
+    kernels.close()
+
+
+def block_specs(own: Experts, dtype: str) -> tuple[TensorSpec, ...]:
+    """The router and all experts of a layer."""
+    parameters = own.parameters(SHAPE.hidden, 1.0) + own.group_parameters(SHAPE.hidden, 1.0, range(own.count))
+    return tuple(TensorSpec(p.name, p.shape, dtype) for p in parameters)
 
 
 @pytest.mark.parametrize("precision", ("fp32", "bf16-mixed", "bf16-wide"))

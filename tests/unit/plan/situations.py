@@ -11,6 +11,8 @@ from packmule.graph.costs import Costs
 from packmule.plan.candidates import candidates
 from packmule.plan.situation import Situation
 from packmule.shapes.bodies import DTYPES
+from packmule.shapes.experts import Experts
+from packmule.shapes.layer import LayerKind
 from packmule.shapes.model import ModelShape
 from packmule.spec.hardware import DiskSpeed, Hardware, MatmulPoint
 from packmule.spec.job import HardwareSection
@@ -41,14 +43,27 @@ def make_hardware(rng: random.Random) -> Hardware:
     )  # fmt: skip
 
 
+def make_kinds(rng: random.Random, layers: int) -> tuple[LayerKind, ...]:
+    """Every layer dense, or some with experts."""
+    if rng.random() < 0.5:
+        return ()
+    count = rng.randint(2, 8)
+    experts = Experts(
+        count=count, chosen=rng.randint(1, count), width=rng.randint(8, 60), renormalize=True,
+        balance=rng.choice((0.0, 0.01)), groups=rng.randint(1, count),
+    )  # fmt: skip
+    return tuple(LayerKind(experts if rng.random() < 0.7 else None) for _ in range(layers))
+
+
 def make_situation(rng: random.Random) -> Situation:
     """A tiny model of some architecture on such a machine, with room for anything."""
     heads = rng.choice((2, 4))
     head_dim = rng.choice((8, 16))
+    layers = rng.randint(1, 5)
     shape = ModelShape(
-        vocab=rng.randint(50, 2000), hidden=heads * head_dim, layers=rng.randint(1, 5), heads=heads,
+        vocab=rng.randint(50, 2000), hidden=heads * head_dim, layers=layers, heads=heads,
         kv_heads=rng.choice((1, heads)), head_dim=head_dim, ffn=rng.randint(16, 200), norm_eps=1e-5,
-        rope_theta=1e4, tied=rng.random() < 0.5, max_positions=512,
+        rope_theta=1e4, tied=rng.random() < 0.5, max_positions=512, kinds=make_kinds(rng, layers),
     )  # fmt: skip
     if rng.random() < 0.5:
         shape = rng.choice(ARCHITECTURES).shape(rng)
