@@ -145,6 +145,29 @@ def _gpt2(rng: random.Random, sizes: Config) -> Config:
     }
 
 
+def _mixtral(rng: random.Random, sizes: Config) -> Config:
+    count = rng.randint(2, 6)
+    return {
+        "num_local_experts": count,
+        "num_experts_per_tok": rng.randint(1, count),
+        "router_aux_loss_coef": rng.choice((0.0, 0.3)),
+        "sliding_window": rng.choice((None, 33)),
+    }
+
+
+def _qwen3_moe(rng: random.Random, sizes: Config) -> Config:
+    """A dense layer among others."""
+    return {
+        "num_hidden_layers": 3,
+        "num_experts": 5,
+        "num_experts_per_tok": rng.randint(1, 4),
+        "moe_intermediate_size": 2 * rng.randint(3, 10) + 1,
+        "mlp_only_layers": [1],
+        "norm_topk_prob": rng.random() < 0.5,
+        "router_aux_loss_coef": 0.3,
+    }
+
+
 ARCHITECTURES = (
     Architecture("llama", "llama", _rope()),
     Architecture("llama with biases", "llama", lambda rng, sizes: {"attention_bias": True, "mlp_bias": True}),
@@ -169,6 +192,8 @@ ARCHITECTURES = (
     Architecture("mistral", "mistral", _mistral),
     Architecture("qwen2", "qwen2", _qwen),
     Architecture("qwen3", "qwen3", _qwen),
+    Architecture("mixtral", "mixtral", _mixtral),
+    Architecture("qwen3_moe", "qwen3_moe", _qwen3_moe),
     Architecture("phi3", "phi3", _phi3),
     Architecture("gemma2", "gemma2", _gemma2),
     Architecture("gemma3", "gemma3_text", _gemma3),

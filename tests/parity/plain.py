@@ -125,8 +125,8 @@ def forward(
         )
         for group in model.groups(model.blocks[block].layer):
             mixture.experts_forward(
-                decoder.kernels, group.experts, model.weights(group.index), batch.tokens, saved.routed,
-                saved.experts, experts_scratch(model, layer, capacity, False, True), mixed,
+                decoder.kernels, layer.experts, group.experts, model.weights(group.index), batch.tokens,
+                saved.routed, saved.experts, experts_scratch(model, layer, capacity, False, True), mixed,
             )  # fmt: skip
         decoder.kernels.cast(inputs[-1][: batch.tokens], mixed[: batch.tokens])
     return inputs, saves
@@ -173,11 +173,12 @@ def layer_backward(
         )
         return
     dispatched = poisoned(experts.dispatched(layer.experts, layer.hidden, capacity, types))
+    kept = saved.experts is not None
     for number, group in enumerate(reversed(model.groups(index))):
         mixture.experts_backward(
-            model.decoder.kernels, group.experts, model.weights(group.index), batch.tokens, saved.routed,
-            saved.experts, experts_scratch(model, layer, capacity, True, saved.experts is not None), dy,
-            dispatched, grads[group.index], first, number == 0,
+            model.decoder.kernels, layer.experts, group.experts, model.weights(group.index), batch.tokens,
+            saved.routed, saved.experts, experts_scratch(model, layer, capacity, True, kept),
+            dy, dispatched, grads[group.index], first, number == 0,
         )  # fmt: skip
     if even is None:
         even = torch.zeros(layer.experts.count, dtype=TORCH_DTYPES[types.statistic])

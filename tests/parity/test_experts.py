@@ -109,7 +109,7 @@ def ours(
     mixed = poisoned(specs.mixed(hidden, capacity, types))["mixed"]
     mixed[:tokens] = 0
     for some in experts.ranges():
-        bodies.experts_forward(kernels, some, weights, tokens, routed, saved, room(False), mixed)
+        bodies.experts_forward(kernels, experts, some, weights, tokens, routed, saved, room(False), mixed)
 
     dy = torch.full((capacity, hidden), torch.nan, dtype=c)
     dy[:tokens] = sample.dy.to(c)
@@ -117,6 +117,7 @@ def ours(
     for number, some in enumerate(reversed(experts.ranges())):
         bodies.experts_backward(
             kernels,
+            experts,
             some,
             weights,
             tokens,

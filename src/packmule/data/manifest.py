@@ -147,18 +147,40 @@ def folder_manifest(folder: Path) -> Manifest:
                 raise DataError(f"{name!r} is in both {owner[name]} and {path}.", "get the model again")
             tensor, owner[name] = tensors[name], str(path)
             rows = max(1, prod(tensor.shape[:-1]))
-            entries.append(
-                WeightEntry(
-                    name=name,
-                    shape=tensor.shape,
-                    type=tensor.type,
-                    file=len(files),
-                    offset=tensor.offset,
-                    row_bytes=tensor.bytes // rows,
-                )
+            entry = WeightEntry(
+                name=name,
+                shape=tensor.shape,
+                type=tensor.type,
+                file=len(files),
+                offset=tensor.offset,
+                row_bytes=tensor.bytes // rows,
             )
+            entries += _each_expert(entry)
         files.append(_weight_file(path, header_bytes))
     return Manifest(kind="safetensors", files=tuple(files), tensors=tuple(entries))
+
+
+_STACKED = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
+
+
+def _each_expert(entry: WeightEntry) -> list[WeightEntry]:
+    """The matrices of each expert, where a tensor holds those of all: [experts, rows, columns], the
+    matrices of one below each other (what transformers 5 keeps in memory, and writes if told to)."""
+    layer, _, name = entry.name.rpartition(".experts.")
+    if len(entry.shape) != 3 or not layer or name not in _STACKED:
+        return [entry]
+    (count, rows, columns), names = entry.shape, _STACKED[name]
+    found, size = [], rows // len(names)
+    for expert in range(count):
+        for number, local in enumerate(names):
+            start = expert * rows + number * size
+            update = {
+                "name": f"{layer}.experts.{expert}.{local}.weight",
+                "shape": (size, columns),
+                "offset": entry.offset + start * entry.row_bytes,
+            }
+            found.append(entry.model_copy(update=update))
+    return found
 
 
 def _shards(folder: Path) -> list[tuple[Path, list[str] | None]]:

@@ -213,6 +213,7 @@ def experts_forward(runtime: Runtime, task: Task) -> None:
     saved, mixed = _experts_saved(runtime, task), _shared(runtime, task, BufferKind.MIXED)["mixed"]
     mixture.experts_forward(
         runtime.kernels,
+        _experts(runtime, task),
         model.blocks[task.block].experts,
         _weights(runtime, task, task.block),
         batch.tokens,
@@ -230,6 +231,7 @@ def experts_backward(runtime: Runtime, task: Task) -> None:
     model, saved = runtime.model, _experts_saved(runtime, task)
     mixture.experts_backward(
         runtime.kernels,
+        _experts(runtime, task),
         model.blocks[task.block].experts,
         _weights(runtime, task, task.block),
         runtime.state.batches[task.micro].tokens,

@@ -175,7 +175,8 @@ def route_backward(
 
 def experts_forward(
     kernels: Kernels,
-    experts: range,
+    experts: Experts,
+    group: range,
     weights: Tensors,
     tokens: int,
     routed: Tensors,
@@ -186,20 +187,20 @@ def experts_forward(
     """mixed[t] += share * expert(normed[t]) for the pairs of some experts.
 
     Args:
-        experts: which; their weights are "0.gate.weight" c [F, H], "0.up.weight" c [F, H],
+        group: which; their weights are "0.gate.weight" c [F, H], "0.up.weight" c [F, H],
             "0.down.weight" c [H, F] for expert 0.
         saved: experts_saved, of which these experts' rows are written, or None to keep nothing.
         scratch: experts_scratch.
         mixed: s [M, H].
     """
-    for some in _by_expert(routed, experts):
+    for some in _by_expert(routed, group):
         if not len(some):
             continue
         rows = scratch["rows"][: len(some)]
         kernels.embedding(routed["normed"][:tokens], some.tokens, rows)
         gate, up = _gated(some, weights, rows, saved, scratch, run=True)
         act = scratch["act"][: len(some)]
-        kernels.activate(gate, up, act, "silu")
+        kernels.activate(gate, up, act, experts.activation)
         kernels.weigh(act, routed["share"], some.pairs)
         linear(act, weights[some.weight("down")], rows, scratch)  # rows have been used
         kernels.embedding_backward(rows, some.tokens, mixed[:tokens], False)
@@ -207,7 +208,8 @@ def experts_forward(
 
 def experts_backward(
     kernels: Kernels,
-    experts: range,
+    experts: Experts,
+    group: range,
     weights: Tensors,
     tokens: int,
     routed: Tensors,
@@ -233,7 +235,7 @@ def experts_backward(
     if opening:
         dispatched["dnormed"][:tokens].zero_()
     # Last expert first, as groups are: how they are cut does not change the order of additions.
-    for some in _by_expert(routed, reversed(experts)):
+    for some in _by_expert(routed, reversed(group)):
         named = {name: some.weight(name) for name in ("gate", "up", "down")}
         if not len(some):
             if first:
@@ -244,11 +246,11 @@ def experts_backward(
         kernels.embedding(routed["normed"][:tokens], some.tokens, rows)
         kernels.embedding(dy[:tokens], some.tokens, drows)
         gate, up = _gated(some, weights, rows, saved, scratch, run=saved is None)
-        kernels.activate(gate, up, act, "silu")
+        kernels.activate(gate, up, act, experts.activation)
         input_gradient(drows, weights[named["down"]], dact, scratch)
         kernels.weigh_backward(dact, act, routed["share"], some.pairs, dispatched["dshare"])
         weight_gradient(kernels, drows, act, grads[named["down"]], first, scratch)
-        kernels.activate_backward(dact, gate, up, gate, up, "silu")
+        kernels.activate_backward(dact, gate, up, gate, up, experts.activation)
         weight_gradient(kernels, gate, rows, grads[named["gate"]], first, scratch)
         weight_gradient(kernels, up, rows, grads[named["up"]], first, scratch)
         input_gradient(gate, weights[named["gate"]], drows, scratch)  # drows have been used

@@ -73,6 +73,15 @@ class Config:
             raise self.wrong(key, "a number above 0")
         return float(value)
 
+    def factor(self, key: str) -> float:
+        """A finite number of at least 0; 0 where it is null or missing."""
+        value = self.get(key)
+        if value is None:
+            return 0.0
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
+            raise self.wrong(key, "a number of at least 0")
+        return float(value)
+
     def flag(self, key: str) -> bool:
         """true or false; false where it is null or missing."""
         value = self.get(key)

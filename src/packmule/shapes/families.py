@@ -8,6 +8,7 @@ from typing import Any
 
 from packmule.errors import ConfigError
 from packmule.shapes.config import Config
+from packmule.shapes.experts import MOST_EXPERTS, Experts, groups_of
 from packmule.shapes.layer import LayerKind, Variant
 from packmule.shapes.mlp import Activation
 from packmule.shapes.rope import Rope, read_rope
@@ -140,6 +141,48 @@ def _qwen3(config: Config) -> Variant:
     return Variant(activation=_activation(config), qkv_bias=bias, o_bias=bias, qk_norm=True)
 
 
+def _experts(config: Config, width: str, renormalize: bool) -> Experts:
+    """A mixture of experts; `width` names the key of one's feed-forward width."""
+    # transformers 5 writes the first name for every family.
+    count = config.optional_integer("num_local_experts") or config.integer("num_experts")
+    chosen, hidden = config.integer("num_experts_per_tok"), config.integer("hidden_size")
+    if chosen > count or count > MOST_EXPERTS:
+        raise ConfigError(
+            f"{config.source}: {chosen} of {count} experts per token are not supported.",
+            f"at most {MOST_EXPERTS} experts, and no more per token than there are",
+        )
+    return Experts(
+        count=count,
+        chosen=chosen,
+        width=config.integer(width),
+        renormalize=renormalize,
+        balance=config.factor("router_aux_loss_coef"),
+        groups=groups_of(count, hidden, config.integer(width)),
+        activation=_activation(config),
+    )
+
+
+def _mixtral_kinds(config: Config) -> list[LayerKind]:
+    config.refuse("router_jitter_noise")
+    window = config.optional_integer("sliding_window")
+    experts = _experts(config, "intermediate_size", renormalize=True)
+    return _everywhere(config, LayerKind(window=window, rope=_rope(config), feed_forward=experts))
+
+
+def _qwen3_moe_kinds(config: Config) -> list[LayerKind]:
+    """Every `decoder_sparse_step`-th layer has experts, unless it is listed as dense."""
+    window = config.optional_integer("sliding_window") if config.flag("use_sliding_window") else None
+    dense = config.get("mlp_only_layers") or []
+    if not isinstance(dense, list) or not all(isinstance(layer, int) for layer in dense):
+        raise config.wrong("mlp_only_layers", "a list of layer numbers")
+    step, plain = config.integer("decoder_sparse_step"), LayerKind(window=window, rope=_rope(config))
+    experts = _experts(config, "moe_intermediate_size", config.flag("norm_topk_prob"))
+    return [
+        plain if layer in dense or (layer + 1) % step else replace(plain, feed_forward=experts)
+        for layer in range(config.integer("num_hidden_layers"))
+    ]
+
+
 def _phi3_kinds(config: Config) -> list[LayerKind]:
     rope = _rope(config, partial=True, names={"su": "longrope", "yarn": "longrope"})
     window = config.optional_integer("sliding_window")
@@ -253,6 +296,38 @@ FAMILIES: dict[str, Family] = {
     ),
     "qwen2": Family("Qwen2ForCausalLM", _qwen2, _qwen_kinds, _QWEN),
     "qwen3": Family("Qwen3ForCausalLM", _qwen3, _qwen_kinds, {**_QWEN, "head_dim": 128}),
+    "mixtral": Family(
+        "MixtralForCausalLM",
+        _mistral,
+        _mixtral_kinds,
+        {
+            **_COMMON,
+            "max_position_embeddings": 4096 * 32,
+            "num_key_value_heads": 8,
+            "rms_norm_eps": 1e-5,
+            "rope_theta": 1e6,
+            "num_experts": 8,
+            "num_experts_per_tok": 2,
+            "router_aux_loss_coef": 0.001,
+        },
+    ),
+    "qwen3_moe": Family(
+        "Qwen3MoeForCausalLM",
+        _qwen3,
+        _qwen3_moe_kinds,
+        {
+            **_COMMON,
+            "max_position_embeddings": 32768,
+            "num_key_value_heads": 4,
+            "sliding_window": 4096,
+            "intermediate_size": 6144,
+            "moe_intermediate_size": 768,
+            "decoder_sparse_step": 1,
+            "num_experts": 128,
+            "num_experts_per_tok": 8,
+            "router_aux_loss_coef": 0.001,
+        },
+    ),
     "phi3": Family(
         "Phi3ForCausalLM",
         _mistral,

@@ -114,7 +114,7 @@ def test_experts_stay_within_their_workspace(precision: str) -> None:
     def body() -> None:
         mixture.route(kernels, own, weights["router.weight"], TOKENS, routed, scratch, balance)
         for kept in (None, saved):
-            arguments = (kernels, range(8), weights, TOKENS, routed, kept, scratch)
+            arguments = (kernels, own, range(8), weights, TOKENS, routed, kept, scratch)
             mixture.experts_forward(*arguments, mixed)
             mixture.experts_backward(*arguments, stream, dispatched, grads, True, True)
         mixture.route_backward(

@@ -7,7 +7,7 @@ transposed (GPT-2's Conv1D stores inputs by outputs).
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from packmule.shapes.blocks import Block, Parameter
@@ -24,6 +24,8 @@ class Names:
         transposed: parameters whose weights lie transposed.
         prefix: what older files leave out at the beginning.
         ignored: endings of tensors that are no parameters.
+        experts: the experts of a layer, and expert: what the parameters of one are called.
+        replaced: parts of names that are others in files that hold experts stacked.
     """
 
     layer: Mapping[str, str]
@@ -33,6 +35,17 @@ class Names:
     transposed: frozenset[str] = frozenset()
     prefix: str = ""
     ignored: tuple[str, ...] = ("rotary_emb.inv_freq",)
+    experts: str = "mlp.experts"
+    expert: Mapping[str, str] = field(
+        default_factory=lambda: {name: f"{name}_proj" for name in ("gate", "up", "down")}
+    )
+    replaced: Mapping[str, str] = field(default_factory=dict)
+
+    def stacked(self, name: str) -> str:
+        """The name in files that hold experts stacked."""
+        for part, other in self.replaced.items():
+            name = name.replace(part, other)
+        return name
 
 
 _ATTENTION = {
@@ -69,6 +82,20 @@ NAMES = {
     **dict.fromkeys(("llama", "mistral", "qwen2", "qwen3"), Names(_DENSE, _EMBED, _HEAD)),
     **dict.fromkeys(("gemma2", "gemma3_text"), Names(_GEMMA, _EMBED, _HEAD)),
     "phi3": Names(_PHI3, _EMBED, _HEAD),
+    "mixtral": Names(
+        {**_DENSE, "router": "block_sparse_moe.gate"},
+        _EMBED,
+        _HEAD,
+        experts="block_sparse_moe.experts",
+        expert={"gate": "w1", "up": "w3", "down": "w2"},
+        replaced={
+            ".block_sparse_moe.": ".mlp.",
+            ".w1.": ".gate_proj.",
+            ".w2.": ".down_proj.",
+            ".w3.": ".up_proj.",
+        },
+    ),
+    "qwen3_moe": Names({**_DENSE, "router": "mlp.gate"}, _EMBED, _HEAD),
     "gpt2": Names(
         _GPT2,
         {"": "transformer.wte", "positions": "transformer.wpe"},
@@ -115,6 +142,9 @@ def hf_name(block: Block, parameter: Parameter) -> str:
     stem, _, suffix = parameter.name.rpartition(".")
     if block.kind == "layer":
         return f"{names.layers}.{block.layer}.{names.layer[stem]}.{suffix}"
+    if block.kind == "experts":
+        expert, _, local = stem.partition(".")
+        return f"{names.layers}.{block.layer}.{names.experts}.{expert}.{names.expert[local]}.{suffix}"
     return f"{(names.embed if block.kind == 'embed' else names.head)[stem]}.{suffix}"
 
 

@@ -174,8 +174,9 @@ class FileSource(WeightSource):
         return self._readers[entry.file].path
 
     def _entry(self, block: Block, tensor: HfTensor) -> WeightEntry:
-        name = tensor.name
-        entry = self._entries.get(name) or self._entries.get(name.removeprefix(NAMES[block.family].prefix))
+        name, names = tensor.name, NAMES[block.family]
+        others = (name, name.removeprefix(names.prefix), names.stacked(name))
+        entry = next((self._entries[other] for other in others if other in self._entries), None)
         if entry is None:
             where = ", ".join(str(reader.path) for reader in self._readers[:3])
             raise DataError(
