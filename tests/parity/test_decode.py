@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import pytest
 import torch
@@ -14,10 +15,12 @@ from torch import Tensor
 
 from packmule.kernels.contract import Kernels
 from packmule.models import decode
+from packmule.models import experts as mixture
 from packmule.models.attention import runs
 from packmule.models.context import TokenBatch
 from packmule.models.decoder import embed_forward
-from packmule.shapes import bodies
+from packmule.shapes import bodies, experts
+from packmule.shapes.experts import Experts
 from packmule.shapes.model import ModelShape
 
 
@@ -39,14 +42,28 @@ class Generator:
         positions = torch.arange(self.position, self.position + len(ids), dtype=torch.int32)
         batch = TokenBatch(ids, torch.full_like(ids, -1), positions, (len(ids),), runs((len(ids),)), 0)
         embed_forward(model.decoder, model.weights(0), batch, x)
-        for i, cache in enumerate(self.caches):
-            decode.layer_decode(
-                model.decoder, shape.layer(i + 1), model.weights(i + 1), x, cache, self.position,
-                poisoned(self.specs[i]), x,
-            )  # fmt: skip
+        for i, (layer, block) in enumerate(zip(shape.layer_shapes, model.openings, strict=True)):
+            arguments = (model.decoder, layer, model.weights(block), x, self.caches[i], self.position)
+            if layer.experts is None:
+                decode.layer_decode(*arguments, poisoned(self.specs[i]), x)
+            else:
+                self._experts(layer.experts, i, arguments, x)
         self.position += len(ids)
         scratch = poisoned(bodies.head_decode_scratch(shape, model.types))
-        return decode.head_logits(model.decoder, model.weights(shape.layers + 1), x, scratch)
+        return decode.head_logits(model.decoder, model.weights(model.head), x, scratch)
+
+    def _experts(self, own: Experts, index: int, arguments: tuple[Any, ...], x: Tensor) -> None:
+        """A layer with experts; x is its input and its output."""
+        model, hidden, types, n = self.model, self.model.shape.hidden, self.model.types, len(x)
+        routed = poisoned(experts.routed(own, hidden, n, types))
+        mixed = poisoned(experts.mixed(hidden, n, types))["mixed"]
+        decode.route_decode(*arguments, poisoned(self.specs[index]), routed, mixed)
+        for group in model.groups(index):
+            mixture.experts_forward(
+                model.decoder.kernels, own, group.experts, model.weights(group.index), n, routed, None,
+                poisoned(bodies.experts_scratch(own, hidden, n, types, False, False)), mixed,
+            )  # fmt: skip
+        model.decoder.kernels.cast(x, mixed)
 
 
 LIMITS = {"fp32": 1e-5, "fp64": 1e-6, "bf16-mixed": 4e-2}

@@ -123,37 +123,47 @@ def test_bf16_gradients_stay_within_five_percent_of_fp32(
     kernels: Kernels, rng: random.Random, row: Architecture, narrow: str
 ) -> None:
     """bf16 keeps 8 bits: a rounding is up to 0.4 %, and a few dozen add up, norm-wise over the whole
-    gradient; single tensors of a dozen elements scatter more."""
+    gradient; single tensors of a dozen elements scatter more. Where two experts are nearly equal, a
+    rounding sends a token to the other one: those of experts and routers may be anything."""
     shape, seed = row.shape(rng), rng.randrange(2**31)
     low, high = (PlainModel(shape, p, seed, kernels) for p in (narrow, "fp32"))
     batches = [pack(random_documents(rng, shape, lengths)) for lengths in ((140, 20), (77,))]
     low_loss, low_grads = plain_step(low, batches)
     loss, grads = plain_step(high, batches)
     assert low_loss == pytest.approx(loss, rel=1e-2)
-    for named, theirs in zip(low_grads, grads, strict=True):
+    for block, named, theirs in zip(low.blocks, low_grads, grads, strict=True):
         for name in named:
-            assert named[name].dtype == torch.float32
+            assert named[name].dtype == torch.float32 and bool(named[name].isfinite().all())
+            if block.kind == "experts" or name == "router.weight":
+                continue
             assert 1e-4 < relative(named[name], theirs[name]) < WIDEST.get(name, 0.2), name
     whole, expected = (
         torch.cat([grad.flatten() for named in all_grads for grad in named.values()])
         for all_grads in (low_grads, grads)
     )
-    assert relative(whole, expected) < 5e-2
+    assert relative(whole, expected) < (0.2 if has_experts(shape) else 5e-2)
+
+
+def has_experts(shape: ModelShape) -> bool:
+    return any(layer.experts is not None for layer in shape.layer_shapes)
 
 
 @BY_ROW
 def test_a_document_never_sees_another(kernels: Kernels, rng: random.Random, row: Architecture) -> None:
+    """To the bit, but where experts run all documents' tokens in one product: how many there are may
+    change how each is rounded."""
     shape, precision = row.shape(rng), rng.choice(("fp32", "bf16-mixed", "bf16-wide"))
+    precision, limit = ("fp64", 1e-13) if has_experts(shape) else (precision, 0.0)
     model = PlainModel(shape, precision, rng.randrange(2**31), kernels)
     one, other, two = random_documents(rng, shape, (130, 130, 55))
     for first in (one, other):
         assert len(first) == 130
     before, after = (plain_logits(model, pack([first, two, two])) for first in (one, other))
     assert not torch.equal(before[:130], after[:130])
-    assert torch.equal(before[130:], after[130:])
+    assert relative(before[130:], after[130:]) <= limit
     # Equal neighbors share products: their own bits do not move either.
     before, after = (plain_logits(model, pack([first, one, two])) for first in (one, other))
-    assert torch.equal(before[130:], after[130:])
+    assert relative(before[130:], after[130:]) <= limit
 
 
 @BY_ROW
@@ -164,7 +174,7 @@ def test_evaluation_is_the_training_loss_to_the_last_bit(
     model = PlainModel(shape, precision, rng.randrange(2**31), kernels)
     batch = pack(random_documents(rng, shape, (90, 12)))
     inputs, _ = forward(model, batch, batch.tokens)
-    weights = model.weights(shape.layers + 1)
+    weights = model.weights(model.head)
     results = []
     for train in (True, False):
         scratch = poisoned(bodies.head_scratch(shape, 25, model.types, train))
