@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -81,6 +81,17 @@ def stacked(model: PlainModel, state: Named) -> Named:
     return found
 
 
+def unstacked(family: str, tensors: Mapping[str, Tensor], name: str) -> Tensor:
+    """The tensor of a Hugging Face name among those that transformers keeps in memory."""
+    name = NAMES[family].stacked(name)
+    match = EXPERT.fullmatch(name)
+    if match is None:
+        return tensors[name]
+    if match[3] == "down":
+        return tensors[f"{match[1]}.down_proj"][int(match[2])]
+    return tensors[f"{match[1]}.gate_up_proj"][int(match[2])].chunk(2)[match[3] == "up"]
+
+
 def oracle(model: PlainModel, config: Config) -> transformers.PreTrainedModel:
     """The same weights in transformers, in the model's master dtype."""
     twin = build(config, torch.float64 if model.types.master == "float64" else torch.float32)
@@ -92,25 +103,12 @@ def oracle(model: PlainModel, config: Config) -> transformers.PreTrainedModel:
 
 def gradients(model: PlainModel, twin: transformers.PreTrainedModel) -> list[Named]:
     """The twin's gradients by block and our names."""
-    found = {name: parameter.grad for name, parameter in twin.named_parameters()}
-
-    def gradient(name: str) -> Tensor:
-        name = NAMES[model.shape.family].stacked(name)
-        match = EXPERT.fullmatch(name)
-        if match is None:
-            grad = found[name]
-        elif match[3] == "down":
-            grad = found[f"{match[1]}.down_proj"][int(match[2])]
-        else:
-            grad = found[f"{match[1]}.gate_up_proj"][int(match[2])].chunk(2)[match[3] == "up"]
-        assert grad is not None, name
-        return grad
-
+    found = {name: p.grad for name, p in twin.named_parameters() if p.grad is not None}
     grads: list[Named] = []
     for block in model.blocks:
         named: Named = {}
         for tensor in hf_tensors(block):
-            grad = gradient(tensor.name)
+            grad = unstacked(model.shape.family, found, tensor.name)
             whole = grad.t() if tensor.transposed else grad
             named.update({p.name: whole[tensor.rows(p)] for p in tensor.parameters})
         grads.append(named)

@@ -74,11 +74,11 @@ class Config:
         return float(value)
 
     def factor(self, key: str) -> float:
-        """A finite number of at least 0; 0 where it is null or missing."""
+        """A number of at least 0; 0 where it is null or missing."""
         value = self.get(key)
         if value is None:
             return 0.0
-        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= _LARGEST:
             raise self.wrong(key, "a number of at least 0")
         return float(value)
 

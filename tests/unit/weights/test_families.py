@@ -12,7 +12,7 @@ import pytest
 import torch
 import transformers
 from tests.parity.architectures import ARCHITECTURES, Architecture, Config
-from tests.parity.oracle import build, oracle
+from tests.parity.oracle import build, oracle, unstacked
 from tests.parity.plain import PlainModel
 
 from packmule.data.files import write_text
@@ -51,9 +51,10 @@ def test_transformers_loads_the_export_with_equal_logits(
 ) -> None:
     config, model = model_of(row, seed)
     export(tmp_path / "out", config, model)
-    loaded = transformers.AutoModelForCausalLM.from_pretrained(
-        tmp_path / "out", attn_implementation="eager", dtype=torch.float32
-    )
+    eager = {"attn_implementation": "eager"}
+    if has_experts(model.shape):
+        eager["experts_implementation"] = "eager"
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32, **eager)
     ids = torch.randint(0, model.shape.vocab, (2, 17), generator=torch.Generator().manual_seed(seed))
     with torch.no_grad():
         assert torch.equal(loaded.eval()(ids).logits, oracle(model, config)(ids).logits)
@@ -108,7 +109,7 @@ def test_random_weights_have_the_mean_and_deviation_of_transformers(
         for block in shape.blocks():
             for tensor in hf_tensors(block):
                 ours = np.concatenate([v for p in tensor.parameters for _, v in source.chunks(block, p)])
-                other = theirs[tensor.name].detach().numpy()
+                other = unstacked(row.model_type, theirs, tensor.name).detach().numpy()
                 deviation = float(other.std())
                 if deviation == 0:
                     assert np.array_equal(ours, other.reshape(-1)), tensor.name
@@ -117,6 +118,27 @@ def test_random_weights_have_the_mean_and_deviation_of_transformers(
                 error = 6 * (2 / other.size) ** 0.5
                 assert abs(float(ours.mean() - other.mean())) < error * deviation, tensor.name
                 assert abs(np.log(float(ours.std()) / deviation)) < error, tensor.name
+
+
+def has_experts(shape: ModelShape) -> bool:
+    return any(layer.experts is not None for layer in shape.layer_shapes)
+
+
+@pytest.mark.parametrize("each", (True, False), ids=("one tensor per expert", "stacked"))
+@pytest.mark.parametrize("name", ("mixtral", "qwen3_moe"))
+def test_what_transformers_saves_is_read_bit_for_bit(
+    name: str, each: bool, tmp_path: Path, seed: int
+) -> None:
+    """A matrix per expert by default; those of all experts in one tensor where it is told to."""
+    config, model = model_of(next(row for row in ARCHITECTURES if row.name == name), seed)
+    oracle(model, config).save_pretrained(tmp_path / "out", save_original_format=each)
+    write_text(tmp_path / MANIFEST, folder_manifest(tmp_path / "out").to_json())
+    with WeightSource.open(tmp_path) as source:
+        source.check(model.shape)
+        for block, named in zip(model.blocks, model.params, strict=True):
+            for parameter in block.parameters:
+                values = np.concatenate([v.copy() for _, v in source.chunks(block, parameter, 1000)])
+                assert np.array_equal(values, named[parameter.name].numpy().reshape(-1)), parameter.name
 
 
 def test_gpt2_files_without_the_outer_name_are_read(tmp_path: Path, seed: int) -> None:
