@@ -39,7 +39,7 @@ RUN = Path("/run")
 
 def sparse_shape(tied: bool, balance: float) -> ModelShape:
     """Three layers of which the second is dense; experts in groups of unequal size."""
-    experts = LayerKind(Experts(5, 2, 14, renormalize=True, balance=balance, groups=3))
+    experts = LayerKind(feed_forward=Experts(5, 2, 14, renormalize=True, balance=balance, groups=3))
     return ModelShape(
         vocab=97, hidden=24, layers=3, heads=4, kv_heads=2, head_dim=6, ffn=40, norm_eps=1e-5,
         rope_theta=1e4, tied=tied, max_positions=64, kinds=(experts, LayerKind(), experts),
@@ -84,7 +84,9 @@ def test_how_experts_are_grouped_changes_no_bit(kernels: Kernels, seed: int) -> 
     for count in (1, 2, 5):
         shape = sparse_shape(False, 0.5)
         kinds = tuple(
-            LayerKind(replace(kind.feed_forward, groups=count)) if kind.feed_forward else kind
+            replace(kind, feed_forward=replace(kind.feed_forward, groups=count))
+            if kind.feed_forward
+            else kind
             for kind in shape.kinds
         )
         plan = make_plan("bf16-mixed", recompute=(True, False, False), clip=None, update="on-backward")

@@ -52,7 +52,7 @@ def make_kinds(rng: random.Random, layers: int) -> tuple[LayerKind, ...]:
         count=count, chosen=rng.randint(1, count), width=rng.randint(8, 60), renormalize=True,
         balance=rng.choice((0.0, 0.01)), groups=rng.randint(1, count),
     )  # fmt: skip
-    return tuple(LayerKind(experts if rng.random() < 0.7 else None) for _ in range(layers))
+    return tuple(LayerKind(feed_forward=experts if rng.random() < 0.7 else None) for _ in range(layers))
 
 
 def make_situation(rng: random.Random) -> Situation:
