@@ -14,7 +14,7 @@ smollm2 := $(VENV)/.smollm2
 native := $(wildcard csrc/* CMakeLists.txt)
 job := examples/smollm2-pydocs.yaml
 
-.PHONY: help setup test check format demo bench faults clean
+.PHONY: help setup test check format demo bench faults wheel clean
 
 help:
 	@echo "make setup   .venv with Packmule, its native kernels, and what tests need"
@@ -24,6 +24,7 @@ help:
 	@echo "make demo    train SmolLM2-135M on Python's documentation, in $(RAM) and then in $(SMALL_RAM)"
 	@echo "make bench   the benchmarks, with their limits"
 	@echo "make faults  the long suites of faults and exactness; log in benchmarks/results/faults.log"
+	@echo "make wheel   build the wheels, install each in a fresh environment, train with it"
 	@echo "make clean   remove .venv and what was built"
 
 $(bin)/python:
@@ -73,6 +74,11 @@ faults: setup
 	@mkdir -p benchmarks/results
 	@bash -c 'set -o pipefail; $(bin)/python -m pytest --long tests/fault tests/exactness \
 		2>&1 | tee benchmarks/results/faults.log'
+
+# The platform's wheel and the pure one, each in an environment of its own. SITE: a folder of installed
+# packages to share instead of installing torch anew.
+wheel: $(tools)
+	$(bin)/python tests/native/make_wheels.py $(if $(SITE),--site $(SITE))
 
 clean:
 	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

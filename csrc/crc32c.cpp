@@ -115,7 +115,8 @@ __attribute__((target("sse4.2"))) uint32_t with_instruction(uint32_t from, const
 
 // Goes on from `value`; `tables` asks for the portable way.
 extern "C" __attribute__((visibility("default"))) uint32_t pm_crc32c(const void* data, size_t nbytes,
-                                                                     uint32_t value, int tables) {
+                                                                     uint32_t value,
+                                                                     [[maybe_unused]] int tables) {
   const auto* p = static_cast<const uint8_t*>(data);
 #if defined(__x86_64__)
   if (!tables && __builtin_cpu_supports("sse4.2")) return ~with_instruction(~value, p, nbytes);

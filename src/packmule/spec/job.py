@@ -47,6 +47,9 @@ from packmule.spec.plan import Precision
 from packmule.spec.records import Record
 from packmule.spec.yaml_text import dump_yaml
 
+BF16_UNITS = frozenset({"avx512_bf16", "amx_bf16", "bf16"})
+"""CPU features that multiply bfloat16: of x86-64, and of aarch64."""
+
 
 class Section(Record):
     """One part of a job. Numbers become text where text is asked for; a bool is never a number."""
@@ -215,7 +218,7 @@ class Train(Section):
         """`precision`, with auto decided: bf16-mixed where the CPU multiplies bf16, else fp32."""
         if self.precision != "auto":
             return self.precision
-        return "bf16-mixed" if {"avx512_bf16", "amx_bf16"} & set(cpu_features) else "fp32"
+        return "bf16-mixed" if BF16_UNITS & set(cpu_features) else "fp32"
 
 
 class Optim(Section):

@@ -134,6 +134,8 @@ def test_without_a_length_one_epoch_is_trained() -> None:
         (("avx2", "avx512f"), "fp32"),
         (("avx512_bf16",), "bf16-mixed"),
         (("amx_bf16",), "bf16-mixed"),
+        (("asimd", "bf16"), "bf16-mixed"),
+        (("asimd", "sve"), "fp32"),
     ],
 )
 def test_auto_precision_is_bf16_where_the_cpu_multiplies_it(features: tuple[str, ...], expected: str) -> None:
