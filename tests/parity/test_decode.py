@@ -66,7 +66,7 @@ class Generator:
         model.decoder.kernels.cast(x, mixed)
 
 
-LIMITS = {"fp32": 1e-5, "fp64": 1e-6, "bf16-mixed": 4e-2}
+LIMITS = {"fp32": 1e-5, "fp64": 1e-6, "bf16-mixed": 4e-2, "bf16-wide": 4e-2}
 
 
 @pytest.mark.parametrize("precision", LIMITS)

@@ -197,6 +197,7 @@ def head_scratch(shape: ModelShape, chunk: int, types: Dtypes, train: bool) -> t
 def decode_scratch(layer: LayerShape, tokens: int, positions: int, types: Dtypes) -> tuple[TensorSpec, ...]:
     """Temporaries of a layer when generating: at most `tokens` at once over a cache of `positions`.
     Nothing is widened: with so few tokens that costs more than it saves."""
+    types = replace(types, product=types.compute)
     attention = attention_scratch(layer, tokens, positions, types, backward=False)
     return _joined(
         layer_saved(layer, tokens, types),
