@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -23,12 +24,13 @@ from packmule.models.context import Decoder, TokenBatch
 from packmule.models.views import views
 from packmule.shapes import bodies, experts
 from packmule.shapes.experts import Experts
+from packmule.shapes.layer import LayerKind, Variant
 from packmule.shapes.layout import TensorSpec, layout
 from packmule.shapes.model import ModelShape
+from packmule.shapes.rope import LongRope, Rope
 from packmule.spec.batch import Batch
 
 SHAPE = ModelShape(4096, 512, 1, 8, 4, 64, 1408, 1e-5, 1e4, False, 2048)
-LAYER = SHAPE.layer(1)
 TOKENS = 2048
 
 pytestmark = pytest.mark.skipif(
@@ -66,29 +68,63 @@ def test_the_method_sees_an_allocation() -> None:
     assert peak_bytes(lambda: torch.ones(8 << 20).sum()) > 30 << 20
 
 
+GEMMA = replace(
+    SHAPE,
+    variant=Variant(
+        activation="gelu_tanh",
+        norm_offset=1.0,
+        post_norms=True,
+        qk_norm=True,
+        attention_cap=50.0,
+        logit_cap=30.0,
+    ),
+    kinds=(LayerKind(window=300),),
+)
+GPT2 = replace(
+    SHAPE,
+    variant=Variant(
+        activation="gelu_tanh", gated=False, norm="layer", qkv_bias=True, o_bias=True, mlp_bias=True,
+        learned_positions=True,
+    ),
+)  # fmt: skip
+LONGROPE = LongRope((1.0,) * 32, (2.0,) * 32, 300, 1.2)
+PHI3 = replace(SHAPE, kinds=(LayerKind(rope=Rope(1e4, 64, LONGROPE)),))
+
+
 @pytest.mark.parametrize("precision", ("fp32", "bf16-mixed", "bf16-wide"))
 @pytest.mark.parametrize("length", (64, 512, TOKENS))
 def test_a_layer_stays_within_its_workspace(precision: str, length: int) -> None:
-    types = TYPES[precision]
-    decoder = Decoder.create(load(2), SHAPE, TYPES[precision], length)
+    check_layer(SHAPE, precision, length)
+
+
+@pytest.mark.parametrize("precision", ("fp32", "bf16-mixed"))
+@pytest.mark.parametrize("shape", (GEMMA, GPT2, PHI3), ids=("gemma", "gpt2", "phi3"))
+def test_a_layer_of_another_family_stays_within_its_workspace(precision: str, shape: ModelShape) -> None:
+    check_layer(shape, precision, 512)
+
+
+def check_layer(shape: ModelShape, precision: str, length: int) -> None:
+    """Forward and backward of one layer over TOKENS tokens, within `layer_workspace`."""
+    types, layer = TYPES[precision], shape.layer(1)
+    decoder = Decoder.create(load(2), shape, TYPES[precision], length)
     ids = np.zeros(TOKENS, dtype=np.int64)
     positions = np.arange(TOKENS, dtype=np.int32) % length
     batch = TokenBatch.from_batch(Batch(ids, ids.copy(), positions, (length,) * (TOKENS // length)))
-    block = SHAPE.blocks()[1]
+    block = shape.blocks()[1]
     weights, grads = buffers(block.specs(types.compute)), buffers(block.specs(types.gradient))
     for weight in weights.values():
         weight.normal_(0, 0.02)
     stream = buffers((bodies.input_spec(SHAPE, TOKENS, types),))
     x, out, dx = (stream["x"], torch.zeros_like(stream["x"]), torch.zeros_like(stream["x"]))
     x.normal_()
-    saved = buffers(bodies.layer_saved(LAYER, TOKENS, types))
-    scratch = buffers(bodies.layer_backward_scratch(LAYER, TOKENS, types))
+    saved = buffers(bodies.layer_saved(layer, TOKENS, types))
+    scratch = buffers(bodies.layer_backward_scratch(layer, TOKENS, types))
 
     def body() -> None:
-        bodies_of.layer_forward(decoder, LAYER, weights, batch, x, saved, scratch, out)
-        bodies_of.layer_backward(decoder, LAYER, weights, batch, x, saved, scratch, x, dx, grads, True, True)
+        bodies_of.layer_forward(decoder, layer, weights, batch, x, saved, scratch, out)
+        bodies_of.layer_backward(decoder, layer, weights, batch, x, saved, scratch, x, dx, grads, True, True)
 
-    assert peak_bytes(body) <= bodies.layer_workspace(LAYER, TOKENS, types)
+    assert peak_bytes(body) <= bodies.layer_workspace(layer, TOKENS, types)
     decoder.kernels.close()
 
 
