@@ -164,7 +164,7 @@ def run_packmule(
             seconds.append(time.perf_counter() - began)
         engine.close()
     return {
-        "seconds": seconds[WARM_UP:], "peak": peak_bytes(), "loss": result.loss,
+        "seconds": seconds[WARM_UP:], "peak": peak_bytes(), "loss": result.outcome.loss,
         "plan": f"products in {plan.numerics.products or precision}, {plan.update}, "
         f"weights {plan.placement.weights}, {sum(plan.recompute)} layers recomputed, "
         f"micro-batches {'+'.join(map(str, plan.numerics.micro_rows))}",

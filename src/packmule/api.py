@@ -195,12 +195,14 @@ class Run:
         *,
         rows: int | None = None,
         ram: str | int | None = None,
+        set_name: str | None = None,
     ) -> Evaluation:
-        """Loss and perplexity on held-out text.
+        """Loss and other metrics on held-out text.
 
         Args:
             dataset: text to judge on; by default the run's validation data.
             rows: judge on so many rows only.
+            set_name: which of the run's evaluation sets; by default the first.
             ram: budget of all processes; by default the run's.
         """
         paths = (dataset,) if isinstance(dataset, (str, os.PathLike)) else dataset
@@ -210,6 +212,7 @@ class Run:
             dataset=tuple(os.fspath(path) for path in paths),
             rows=rows,
             ram_bytes=None if ram is None else parse_bytes(ram),
+            name=set_name,
         )
 
     def generate(

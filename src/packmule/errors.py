@@ -7,6 +7,8 @@ PackmuleError            exit 2   bad input: what happened, where, what to do
 ├── DiskError            exit 4   full, read-only, hung
 │   └── DamagedFile      exit 4   a checksum, length or header that does not match
 ├── RunFailed            exit 5   the run stopped, the last commit is good
+│   ├── OutOfMemory      exit 5   an allocation failed in spite of the plan
+│   └── TimeIsUp         exit 5   the run's time limit has passed
 └── Interrupted          exit 130/143   a signal; the last commit is good
 """
 
@@ -60,6 +62,14 @@ class RunFailed(PackmuleError):
     """The run stopped, the last commit is good and the same command carries on."""
 
     exit_code = 5
+
+
+class OutOfMemory(RunFailed):
+    """An allocation failed in spite of the plan."""
+
+
+class TimeIsUp(RunFailed):
+    """The time that the user gave a run has passed before its end."""
 
 
 class Interrupted(PackmuleError):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,10 +23,11 @@ from packmule.graph.step import StepGraph
 from packmule.kernels.contract import Kernels
 from packmule.models.context import TokenBatch
 from packmule.optim.adamw import AdamW, Update
-from packmule.optim.schedules import learning_rate
+from packmule.optim.schedules import rates
 from packmule.shapes.bodies import DTYPES
 from packmule.shapes.model import ModelShape
 from packmule.spec.batch import IGNORED, Batch
+from packmule.spec.growth import Growth, rows_at, rows_before
 from packmule.spec.plan import (
     CheckpointPlan,
     Io,
@@ -70,6 +71,9 @@ def make_plan(
     chunk_bytes: int = 4096,
     length: int = 32,
     loss_chunk: int = 24,
+    schedule: Mapping[str, object] | None = None,
+    optimizer: Mapping[str, object] | None = None,
+    growth: Growth | None = None,
 ) -> Plan:
     """A plan with small chunks, so that even tiny blocks stream in pieces."""
     types = TYPES[precision]
@@ -79,10 +83,12 @@ def make_plan(
             precision="bf16-mixed" if types.widens else precision,
             products="float32" if types.widens else None,
             micro_rows=micro_rows, max_seq_length=length, loss_chunk=loss_chunk,
-            clip=clip, optimizer=OptimizerNumerics(), seed=0, threads=1, kernels="native",
+            clip=clip, optimizer=OptimizerNumerics(**(optimizer or {})), seed=0, threads=1, kernels="native",
             torch=torch.__version__,
-            schedule=ScheduleNumerics(kind="cosine", learning_rate=1e-2, warmup_steps=2, total_steps=steps),
-            cpu_features=(),
+            schedule=ScheduleNumerics(
+                **{"learning_rate": 1e-2, "warmup_steps": 2, "total_steps": steps, **(schedule or {})}
+            ),
+            cpu_features=(), growth=growth,
         ),
         placement=placement or Placement(state="ram", weights="state"),
         order=order, recompute=recompute, update=update,
@@ -129,9 +135,10 @@ class Data:
 
     def batches(self, step: int, numerics: Numerics) -> list[Batch]:
         """One per micro-batch."""
-        rows = self.rows(step, numerics.rows, numerics.max_seq_length)
+        size = rows_at(numerics.growth, numerics.rows, step)
+        rows = self.rows(step, size, numerics.max_seq_length)
         found, start = [], 0
-        for count in numerics.micro_rows:
+        for count in numerics.cut(size):
             found.append(make_batch(rows[start : start + count]))
             start += count
         return found
@@ -149,7 +156,7 @@ def progress(plan: Plan, step: int) -> Progress:
     """What a commit after `step` steps records."""
     return Progress(
         step=step,
-        cursor=step * plan.numerics.rows,
+        cursor=rows_before(plan.numerics.growth, plan.numerics.rows, step),
         tokens=0,
         numerics=plan.numerics,
         job_hash="test",
@@ -238,11 +245,11 @@ def step_engine(
     """Run step number `step` (0 for the first), committing as the plan says; its trace."""
     plan = engine.model.plan
     batches = data.batches(step, plan.numerics)
-    update = Update(step + 1, learning_rate(plan.numerics.schedule, step))
+    update = Update(step + 1, rates(plan.numerics, step).learning_rate)
     commit = (step + 1) % plan.checkpoint.commit_steps == 0
     targets, after = count_targets(batches), progress(plan, step + 1)
     result = engine.step(batches, targets, update, after, commit, stopping=stopping)
-    return result.loss, result.grad_norm
+    return result.outcome.loss, result.outcome.grad_norm
 
 
 def run_steps(engine: Engine, data: Data, first: int, last: int) -> Trace:
@@ -311,7 +318,7 @@ def plain_run(model: PlainModel, numerics: Numerics, data: Data, steps: int, ker
                 square += kernels.sum_squares(named[p.name])
         total = math.sqrt(square)
         factor = 1.0 if numerics.clip is None else min(1.0, numerics.clip / (total + 1e-6))
-        update = Update(step + 1, learning_rate(numerics.schedule, step), factor)
+        update = Update(step + 1, rates(numerics, step).learning_rate, factor)
         for block, named, gradient, states in zip(model.blocks, model.params, grads, moments, strict=True):
             for p in block.parameters:
                 planes = [named[p.name].view(-1), *(m.view(-1) for m in states[p.name])]

@@ -19,7 +19,7 @@ from tests.exactness.runs import (
     step_engine,
 )
 from tests.exactness.test_pairs import AXES, check
-from tests.exactness.test_phases import NEEDS, NO_STOP, POSITIONS, groups
+from tests.exactness.test_phases import NEEDS, NO_STOP, POSITIONS, ROWS, groups
 from tests.fault.recording_disk import RecordingDisk
 from tests.parity.plain import PlainModel, forward, plain_logits, poisoned
 
@@ -32,6 +32,7 @@ from packmule.shapes.experts import Experts
 from packmule.shapes.layer import LayerKind
 from packmule.shapes.model import ModelShape
 from packmule.spec.plan import Placement, Plan
+from packmule.spec.tally import Tally
 
 STEPS = 3
 RUN = Path("/run")
@@ -148,7 +149,7 @@ def test_evaluation_and_generation_equal_the_plain_forward(
         run_steps(engine, case.data, 0, 2)
         model = case.model(kernels)
         plain_run(model, plan.numerics, case.data, 2, kernels)
-        rows = case.data.rows(1000, NEEDS.evaluation_rows, plan.numerics.max_seq_length)
+        rows = case.data.rows(1000, ROWS, plan.numerics.max_seq_length)
         assert engine.evaluate(groups(engine, rows)) == evaluated(model, case, rows)
         found.append(list(engine.generate(prompt, NO_STOP)))
         engine.close()
@@ -162,15 +163,14 @@ def test_evaluation_and_generation_equal_the_plain_forward(
     assert len(ids) == POSITIONS + 1
 
 
-def evaluated(model: PlainModel, case: Case, rows: list[list[list[int]]]) -> tuple[float, int]:
-    """The loss of the same micro-batches, every tensor resident."""
-    numerics, total, count = case.plan.numerics, 0.0, 0
+def evaluated(model: PlainModel, case: Case, rows: list[list[list[int]]]) -> Tally:
+    """The sums over the same micro-batches, every tensor resident."""
+    numerics, total = case.plan.numerics, Tally()
     for start in range(0, len(rows), max(numerics.micro_rows)):
         batch = TokenBatch.from_batch(make_batch(rows[start : start + max(numerics.micro_rows)]))
         inputs, _ = forward(model, batch, max(numerics.micro_tokens))
         scratch = poisoned(bodies.head_scratch(model.shape, numerics.loss_chunk, model.types, train=False))
-        loss, targets = bodies_of.head_evaluate(
+        total += bodies_of.head_evaluate(
             model.decoder, model.weights(model.head), batch, inputs[-1], numerics.loss_chunk, scratch
         )
-        total, count = total + loss, count + targets
-    return total, count
+    return total

@@ -18,6 +18,7 @@ from packmule.models.views import TORCH_DTYPES
 from packmule.optim.adamw import Update
 from packmule.plan.candidates import allowed
 from packmule.spec.plan import Placement, Plan
+from packmule.spec.tally import Tally
 
 STEPS = 4
 LAYERS = 4
@@ -128,12 +129,12 @@ def test_an_evaluation_is_a_plain_forward_without_dropout(
     )  # fmt: skip
     case = ModuleCase.of(plan, seed, 0.5)
     case.start(tmp_path, kernels)
-    engine, _ = case.open(tmp_path, kernels, evaluation_rows=11)
+    engine, _ = case.open(tmp_path, kernels, evaluation_rows=(11,))
     groups, start, expected = [], 0, 0.0
     weights = [
         {n: v.to(TORCH_DTYPES[case.bodies.types.compute]) for n, v in named.items()} for named in case.masters
     ]
-    for rows in engine.evaluation_groups:
+    for rows in engine.evaluation_groups(11):
         group = []
         for count in rows:
             group.append(case.samples.micro_batch(range(start, start + count)))
@@ -141,5 +142,5 @@ def test_an_evaluation_is_a_plain_forward_without_dropout(
             losses = plain_losses(case, weights, group[-1], None)
             expected += float(losses.sum(dtype=torch.float64))
         groups.append(group)
-    assert engine.evaluate(iter(groups)) == (expected, 11)
+    assert engine.evaluate(iter(groups)) == Tally(expected, 11, correct=None)
     engine.close()

@@ -8,6 +8,7 @@ from itertools import product
 from pathlib import Path
 
 import pytest
+import torch
 from tests.exactness.runs import (
     Case,
     make_batch,
@@ -29,12 +30,13 @@ from packmule.models.context import TokenBatch
 from packmule.shapes import bodies
 from packmule.spec.batch import Batch
 from packmule.spec.plan import Placement
+from packmule.spec.tally import Tally
 
 RUN = Path("/run")
 STEPS = 2
 ROWS = 9
 POSITIONS = 24
-NEEDS = Needs(evaluation_rows=ROWS, sample_tokens=POSITIONS)
+NEEDS = Needs(evaluation_rows=(ROWS,), sample_tokens=POSITIONS)
 NEAR_TIE = 1e-4
 """Logits of cached decoding and of a whole forward may differ by this much in float32."""
 
@@ -44,6 +46,8 @@ PLACEMENTS = [
 ]
 UPDATES = ("after-backward", "on-fetch")
 NO_STOP: frozenset[int] = frozenset()
+TOKEN_BYTES = torch.arange(97, dtype=torch.int32) % 5
+"""Of made-up tokens; every fifth is special."""
 
 
 def cases(precision: str, tied: bool, seed: int, kernels: Kernels) -> Iterator[Case]:
@@ -77,7 +81,7 @@ def evaluation_rows(case: Case) -> list[list[list[int]]]:
 def groups(engine: Engine, rows: list[list[list[int]]]) -> Iterator[list[Batch]]:
     """The rows as the engine wants them."""
     start = 0
-    for group in engine.evaluation_groups:
+    for group in engine.evaluation_groups(ROWS):
         batches = []
         for count in group:
             batches.append(make_batch(rows[start : start + count]))
@@ -93,21 +97,20 @@ def plain_model(case: Case, kernels: Kernels) -> PlainModel:
     return model
 
 
-def plain_evaluate(case: Case, model: PlainModel) -> tuple[float, int]:
-    """The loss of the same micro-batches, every tensor resident."""
+def plain_evaluate(case: Case, model: PlainModel) -> Tally:
+    """The sums over the same micro-batches, every tensor resident."""
     shape, types, numerics = case.shape, model.types, case.plan.numerics
     rows, size = evaluation_rows(case), max(numerics.micro_rows)
-    total, count = 0.0, 0
+    total = Tally()
     for start in range(0, ROWS, size):
         batch = TokenBatch.from_batch(make_batch(rows[start : start + size]))
         inputs, _ = forward(model, batch, max(numerics.micro_tokens))
         scratch = poisoned(bodies.head_scratch(shape, numerics.loss_chunk, types, train=False))
         weights = model.weights(shape.layers + 1)
-        loss, targets = bodies_of.head_evaluate(
-            model.decoder, weights, batch, inputs[-1], numerics.loss_chunk, scratch
+        total += bodies_of.head_evaluate(
+            model.decoder, weights, batch, inputs[-1], numerics.loss_chunk, scratch, TOKEN_BYTES
         )
-        total, count = total + loss, count + targets
-    return total, count
+    return total
 
 
 @pytest.mark.parametrize("precision", ("fp32", "bf16-mixed"))
@@ -119,7 +122,8 @@ def test_evaluation_is_the_plain_forward_wherever_things_lie(
         expected = expected or plain_evaluate(case, plain_model(case, kernels))
         engine = trained(case, kernels)
         for _ in range(2):
-            assert engine.evaluate(groups(engine, evaluation_rows(case))) == expected, case.plan
+            found = engine.evaluate(groups(engine, evaluation_rows(case)), token_bytes=TOKEN_BYTES)
+            assert found == expected, case.plan
         engine.close()
 
 

@@ -12,8 +12,9 @@ from tests.exactness.runs import Case, make_case, make_plan, progress, step_engi
 from tests.fault.recording_disk import RecordingDisk
 
 from packmule.kernels.contract import Kernels
-from packmule.optim.schedules import learning_rate
+from packmule.optim.schedules import rates
 from packmule.plan.candidates import allowed
+from packmule.spec.growth import Growth
 from packmule.spec.plan import Io, Placement, Plan
 from packmule.tiers.disk import Disk, PosixDisk
 
@@ -37,6 +38,26 @@ PLANS = {
         "placement": Placement(state="disk", weights="ram", gradients="disk"),
         "commit_steps": 3,
     },
+    "ram, wsd, embedding without decay": {
+        "schedule": {"kind": "wsd", "decay_steps": 6, "decay_shape": "sqrt", "minimum": 1e-4},
+        "optimizer": {"decay_embedding": False},
+    },
+    "disk, on-fetch, batch warm-up, linear scaling": {
+        "placement": Placement(state="disk", weights="ram", gradients="disk"),
+        "update": "on-fetch",
+        "micro_rows": (2, 1, 1),
+        "growth": Growth(start_rows=1, steps=11),
+        "schedule": {"kind": "linear", "scaling": "linear", "base_rows": 2},
+    },
+    "disk, depth, batch warm-up, root scaling, all decays": {
+        "placement": Placement(state="disk", weights="state"),
+        "order": "depth",
+        "micro_rows": (1, 2),
+        "growth": Growth(start_rows=2, steps=5),
+        "schedule": {"kind": "constant", "scaling": "sqrt"},
+        "optimizer": {"decay_on": "all"},
+        "precision": "fp32",
+    },
 }
 
 Point = tuple[float, float, float, int]
@@ -47,7 +68,7 @@ def point(case: Case, step: int, measured: tuple[float, float]) -> Point:
     """One step's trace: what came out and what went in."""
     numerics = case.plan.numerics
     rows = b"".join(batch.ids.tobytes() for batch in case.data.batches(step, numerics))
-    return (*measured, learning_rate(numerics.schedule, step), zlib.crc32(rows))
+    return (*measured, rates(numerics, step).learning_rate, zlib.crc32(rows))
 
 
 def plain_points(case: Case) -> list[Point]:
@@ -56,7 +77,7 @@ def plain_points(case: Case) -> list[Point]:
 
 @pytest.fixture(params=PLANS)
 def case(request: pytest.FixtureRequest, seed: int, kernels: Kernels) -> Case:
-    plan = make_plan(steps=STEPS, micro_rows=(1, 1), **PLANS[request.param])
+    plan = make_plan(**{"steps": STEPS, "micro_rows": (1, 1), **PLANS[request.param]})
     return make_case(tiny_shape(tied=True), plan, STEPS, seed, kernels)
 
 

@@ -173,7 +173,9 @@ class ModuleCase:
         store.commit(progress(self.plan, 0))
         store.close()
 
-    def open(self, folder: Path, kernels: Kernels, evaluation_rows: int = 0) -> tuple[Engine, int]:
+    def open(
+        self, folder: Path, kernels: Kernels, evaluation_rows: tuple[int, ...] = ()
+    ) -> tuple[Engine, int]:
         """An engine at the last commit, and that commit's step."""
         store = self.store(folder, kernels)
         head = store.load()
@@ -195,7 +197,7 @@ class ModuleCase:
             done = engine.step(
                 self.batches(step), self.plan.numerics.rows, update, progress(self.plan, step + 1), commit
             )
-            trace.append((done.loss, done.grad_norm))
+            trace.append((done.outcome.loss, done.outcome.grad_norm))
         engine.settle(progress(self.plan, last))
         return trace
 

@@ -164,12 +164,14 @@ class Job:
         out: the run.
         flags: of the plan and of the test.
         cache: the folder in `base` with the machine's record.
+        switches: flags without a value.
     """
 
     base: Path
     out: Path
     flags: Mapping[str, str] = field(default_factory=dict)
     cache: str = "cache"
+    switches: tuple[str, ...] = ()
 
     @classmethod
     def of(cls, base: Path, out: Path, plan: str, **flags: str) -> Job:
@@ -186,7 +188,7 @@ class Job:
             **COMMON,
             **self.flags,
         }
-        return ["train", "--json", *(word for pair in flags.items() for word in pair)]
+        return ["train", "--json", *self.switches, *(word for pair in flags.items() for word in pair)]
 
     @property
     def variables(self) -> dict[str, str]:

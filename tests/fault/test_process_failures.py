@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from jobs import PLANS, Base, head_step, some, state_of
 
+from packmule.errors import OutOfMemory
 from packmule.train import child
 from packmule.train.messages import Request
 from packmule.train.watch import explain_death
@@ -79,7 +80,7 @@ def test_an_allocation_beyond_the_budget_fails_in_words(
     assert child.main() == 0
     events = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert [event["event"] for event in events] == ["error", "end"]
-    assert events[0]["exit_code"] == 5 and events[0]["kind"] == "RunFailed"
+    assert events[0]["exit_code"] == 5 and events[0]["kind"] == "OutOfMemory"
     assert events[0]["cause"].startswith("An allocation failed at the budget: ")
     assert "--ram" in events[0]["hint"]
 
@@ -91,3 +92,5 @@ def test_sigkill_is_called_out_of_memory_only_where_the_kernel_counted_it() -> N
     assert explain_death(-15, "").exit_code == 143
     aborted = explain_death(-6, "terminate called after throwing std::bad_alloc\n")
     assert aborted.exit_code == 5 and "SIGABRT" in aborted.cause and "bad_alloc" in aborted.cause
+    assert isinstance(aborted, OutOfMemory)
+    assert not isinstance(explain_death(-11, "Segmentation fault\n"), OutOfMemory)

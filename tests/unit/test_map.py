@@ -39,15 +39,19 @@ TORCH_FREE = (
     "train.launch",
     "train.memory",
     "train.messages",
+    "train.resuming",
     "train.results",
     "train.show",
+    "train.sinks",
     "train.situation",
     "train.start",
+    "train.stopping",
     "train.tables",
     "train.transfer",
     "train.watch",
     "train.child",
     "models.weights",
+    "optim.noise",
     "api",
     "errors",
 )
@@ -56,7 +60,7 @@ started as a process, and tunes malloc before it imports torch."""
 
 CHILD = "packmule.train.child"
 
-TORCH_FREE_PACKAGES = ("", "models", "train")
+TORCH_FREE_PACKAGES = ("", "models", "optim", "train")
 """Of these the __init__ only: it runs when a torch-free module in them is imported."""
 
 TORCH_MODULES = frozenset({"packmule.kernels.reference", "packmule.probe.torch_child"})

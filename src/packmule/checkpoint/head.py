@@ -38,6 +38,9 @@ class Progress(Record):
     step: int = Field(ge=0, description="optimizer steps the planes have seen")
     cursor: int = Field(ge=0, description="rows consumed since the run began")
     tokens: int = Field(ge=0, description="target tokens trained on since the run began")
+    data: str = Field(default="", description="which row set is trained on, named by its content")
+    data_cursor: int = Field(default=0, ge=0, description="rows consumed before this row set's first")
+    data_tokens: int = Field(default=0, ge=0, description="target tokens of these")
     numerics: Numerics
     job_hash: str = Field(description="of the resolved job, as config.yaml holds it")
     model: dict[str, Any] = Field(description="the model's config.json")

@@ -28,10 +28,18 @@ from packmule.tiers.disk import Disk, remove_folder
 
 _NAME = re.compile(r"checkpoint-(\d+)")
 
+BEST = "best"
+"""The folder of the snapshot that is kept for its evaluation, apart from the numbered ones."""
+
 
 def snapshot_path(run: Path, step: int) -> Path:
     """The folder of a step's snapshot."""
     return run / f"checkpoint-{step}"
+
+
+def is_snapshot(folder: Path) -> bool:
+    """Whether a folder's name is that of a snapshot."""
+    return folder.name == BEST or _NAME.fullmatch(folder.name) is not None
 
 
 def snapshot(store: StateStore, buffer: memoryview, report: Report | None = None) -> Path:
@@ -50,9 +58,29 @@ def snapshot(store: StateStore, buffer: memoryview, report: Report | None = None
         DiskError: it does not fit; nothing is left behind.
         DamagedFile: the run's own state is damaged.
     """
+    if store.head is None:
+        raise RuntimeError("nothing has been committed")
+    return _keep(store, snapshot_path(store.folder, store.head.step), buffer, report)
+
+
+def keep_best(store: StateStore, buffer: memoryview, report: Report | None = None) -> Path:
+    """Copy the last commit to the run's folder `best`, in place of what is there; as `snapshot`.
+
+    A crash may leave no `best`: the caller, who knows which step is best, makes it again.
+    """
+    return _keep(store, store.folder / BEST, buffer, report)
+
+
+def best_step(disk: Disk, run: Path, checksum: Checksum) -> int | None:
+    """The step in the run's folder `best`, or None where there is none that is whole."""
+    path = run / BEST
+    head = read_head(disk, path, checksum) if _complete(disk, path, checksum) else None
+    return None if head is None else head.step
+
+
+def _keep(store: StateStore, target: Path, buffer: memoryview, report: Report | None) -> Path:
     disk = store.disk
     with store.reader() as reader:
-        target = snapshot_path(store.folder, reader.head.step)
         temporary = target.with_name(target.name + ".tmp")
         if disk.exists(temporary):
             remove_folder(disk, temporary)
@@ -95,7 +123,7 @@ def rotate(disk: Disk, run: Path, keep: int, checksum: Checksum) -> tuple[Path, 
     for path in removed:
         remove_snapshot(disk, path)
     for name in disk.list(run):
-        if name.endswith(".tmp") and _NAME.fullmatch(name.removesuffix(".tmp")):
+        if name.endswith(".tmp") and (name == f"{BEST}.tmp" or _NAME.fullmatch(name.removesuffix(".tmp"))):
             remove_folder(disk, run / name)
     return tuple(removed)
 

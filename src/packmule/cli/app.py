@@ -44,7 +44,7 @@ def packmule(
 
     \b
     Exit codes: 0 done, 1 bug, 2 bad input, 3 does not fit, 4 disk (full, damaged, read-only),
-    5 failed but resumable, 130/143 stopped by a signal with the last commit kept.
+    5 failed or out of time but resumable, 130/143 stopped by a signal with the last commit kept.
     """
 
 

@@ -18,6 +18,9 @@ def evaluate(
             "--dataset", metavar="PATH", help="Text to judge on. Default: the run's validation data."
         ),
     ] = None,
+    name: Annotated[
+        str | None, typer.Option("--set", metavar="NAME", help="Which of the run's evaluation sets.")
+    ] = None,
     rows: Annotated[int | None, typer.Option("--rows", min=1, help="Judge on this many rows only.")] = None,
     ram: Annotated[str | None, typer.Option("--ram", metavar="SIZE", help="Budget of all processes.")] = None,
     json: JsonFlag = False,
@@ -37,6 +40,7 @@ def evaluate(
         dataset=tuple(dataset or ()),
         rows=rows,
         ram_bytes=None if ram is None else parse_bytes(ram),
+        name=name,
     )
     if json:
         print_json(result.model_dump())
@@ -45,6 +49,11 @@ def evaluate(
             [
                 ("held-out loss", f"{result.loss:.4f}"),
                 ("perplexity", f"{result.perplexity:.3f}"),
+                (
+                    "bits per byte",
+                    "unknown" if result.bits_per_byte is None else f"{result.bits_per_byte:.4f}",
+                ),
+                ("accuracy", "unknown" if result.accuracy is None else f"{result.accuracy:.2%}"),
                 (
                     "on",
                     f"{result.targets:,} tokens in {result.rows:,} rows, after step {result.step}",

@@ -35,6 +35,7 @@ from packmule.data.rows import POLICIES, Chosen, Rows, RowsMeta, validation_docu
 from packmule.data.sources import Hashes, Source, find_groups
 from packmule.data.store import FORMAT, TokenStore
 from packmule.data.template import ChatTemplate
+from packmule.data.token_bytes import write_token_bytes
 from packmule.data.tokenize import store_key, write_store
 from packmule.data.tokenizer import TextTokenizer
 from packmule.errors import ConfigError, DataError, PackmuleError
@@ -60,6 +61,7 @@ def prepare(request: PrepareRequest, progress: Progress) -> PrepareReport:
     seed = request.seed if request.random_init else None
     chat_template = Path(request.chat_template).expanduser() if request.chat_template else None
     tokenizer = prepare_model(Path(request.model).expanduser(), out / "model", seed, chat_template)
+    write_token_bytes(out / "model")
     progress("model", 1, 1)
     work = _Preparation(request, tokenizer, out / "data", progress)
     report = work.run()

@@ -7,7 +7,8 @@ I/O thread and must not.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 
 import torch
@@ -92,20 +93,22 @@ def layer_backward(runtime: Runtime, task: Task) -> None:
     types, tokens = runtime.model.types, _tokens(runtime, task)
     dy = _stream(runtime, task.get(BufferKind.DY, -1))
     layer = runtime.model.decoder.layer(task.block)
-    decoder.layer_backward(
-        runtime.decoder,
-        layer,
-        _weights(runtime, task, task.block),
-        runtime.state.batches[task.micro],
-        _input(runtime, task, task.block),
-        _scratch(runtime, task, BufferKind.SAVED, shapes.layer_saved, layer, tokens, types),
-        _scratch(runtime, task, BufferKind.SCRATCH, shapes.layer_backward_scratch, layer, tokens, types),
-        dy,
-        dy,
-        _gradients(runtime, task, task.block),
-        first=task.micro == 0,
-        recompute=runtime.model.recomputes(task.block),
-    )
+    grads = _gradients(runtime, task, task.block)
+    with _noise(runtime, task, grads):
+        decoder.layer_backward(
+            runtime.decoder,
+            layer,
+            _weights(runtime, task, task.block),
+            runtime.state.batches[task.micro],
+            _input(runtime, task, task.block),
+            _scratch(runtime, task, BufferKind.SAVED, shapes.layer_saved, layer, tokens, types),
+            _scratch(runtime, task, BufferKind.SCRATCH, shapes.layer_backward_scratch, layer, tokens, types),
+            dy,
+            dy,
+            grads,
+            first=task.micro == 0,
+            recompute=runtime.model.recomputes(task.block),
+        )
 
 
 # Layers with experts
@@ -170,23 +173,25 @@ def route_backward(runtime: Runtime, task: Task) -> None:
         state.balance = mixture.balance_loss(experts, balance, rows)
         even = mixture.balance_gradient(experts, balance, rows, statistic)
     dy = _stream(runtime, task.get(BufferKind.DY, -1))
-    decoder.route_backward(
-        runtime.decoder,
-        layer,
-        _weights(runtime, task, task.block),
-        state.batches[task.micro],
-        _input(runtime, task, task.block),
-        _scratch(runtime, task, BufferKind.SAVED, shapes.layer_saved, layer, tokens, types),
-        _scratch(runtime, task, BufferKind.SCRATCH, shapes.layer_backward_scratch, layer, tokens, types),
-        _shared(runtime, task, BufferKind.ROUTED),
-        _shared(runtime, task, BufferKind.DISPATCHED),
-        even,
-        dy,
-        dy,
-        _gradients(runtime, task, task.block),
-        first=task.micro == 0,
-        recompute=runtime.model.recomputes(task.block),
-    )
+    grads = _gradients(runtime, task, task.block)
+    with _noise(runtime, task, grads):
+        decoder.route_backward(
+            runtime.decoder,
+            layer,
+            _weights(runtime, task, task.block),
+            state.batches[task.micro],
+            _input(runtime, task, task.block),
+            _scratch(runtime, task, BufferKind.SAVED, shapes.layer_saved, layer, tokens, types),
+            _scratch(runtime, task, BufferKind.SCRATCH, shapes.layer_backward_scratch, layer, tokens, types),
+            _shared(runtime, task, BufferKind.ROUTED),
+            _shared(runtime, task, BufferKind.DISPATCHED),
+            even,
+            dy,
+            dy,
+            grads,
+            first=task.micro == 0,
+            recompute=runtime.model.recomputes(task.block),
+        )
 
 
 def _experts_saved(runtime: Runtime, task: Task) -> dict[str, Tensor] | None:
@@ -253,30 +258,32 @@ def head_loss(runtime: Runtime, task: Task) -> None:
     grads = _gradients(runtime, task, task.block)
     if shared is not None:
         grads = {**grads, "weight": _gradients(runtime, task, shared)["weight"]}
-    runtime.state.losses[task.micro] = decoder.head_loss(
-        runtime.decoder,
-        _head_weights(runtime, task),
-        runtime.state.batches[task.micro],
-        _input(runtime, task, task.block),
-        runtime.state.scale,
-        chunk,
-        _stream(runtime, task.get(BufferKind.DY, -1)),
-        grads,
-        _scratch(runtime, task, BufferKind.SCRATCH, shapes.head_scratch, shape, chunk, types, True),
-        first=task.micro == 0,
-    )
+    with _noise(runtime, task, grads):
+        runtime.state.losses[task.micro] = decoder.head_loss(
+            runtime.decoder,
+            _head_weights(runtime, task),
+            runtime.state.batches[task.micro],
+            _input(runtime, task, task.block),
+            runtime.state.scale,
+            chunk,
+            _stream(runtime, task.get(BufferKind.DY, -1)),
+            grads,
+            _scratch(runtime, task, BufferKind.SCRATCH, shapes.head_scratch, shape, chunk, types, True),
+            first=task.micro == 0,
+        )
 
 
 def head_evaluate(runtime: Runtime, task: Task) -> None:
     shape, types, tokens = runtime.model.decoder, runtime.model.types, _tokens(runtime, task)
     chunk = min(runtime.model.plan.numerics.loss_chunk, tokens)
-    runtime.state.losses[task.micro] = decoder.head_evaluate(
+    runtime.state.tallies[task.micro] = decoder.head_evaluate(
         runtime.decoder,
         _head_weights(runtime, task),
         runtime.state.batches[task.micro],
         _input(runtime, task, task.block),
         chunk,
         _scratch(runtime, task, BufferKind.SCRATCH, shapes.head_scratch, shape, chunk, types, False),
+        runtime.state.token_bytes,
     )
 
 
@@ -356,6 +363,23 @@ def head_decode(runtime: Runtime, task: Task) -> None:
 # Gradients and updates
 
 
+@contextmanager
+def _noise(runtime: Runtime, task: Task, grads: Mapping[str, Tensor]) -> Iterator[None]:
+    """Add the squared norm of what a micro-batch adds to the gradients of the block's norm weights
+    to its sum, for the gradient noise scale (packmule.optim.noise). A step of one micro-batch has
+    no noise to see."""
+    state = runtime.state
+    if len(state.batches) < 2:
+        yield
+        return
+    names = [p.name for p in runtime.model.blocks[task.block].parameters if p.role == "norm"]
+    before = {} if task.micro == 0 else {name: grads[name].clone() for name in names}
+    yield
+    for name in names:
+        added = grads[name] - before[name] if before else grads[name]
+        state.noise[task.micro] = state.noise.get(task.micro, 0.0) + runtime.kernels.sum_squares(added)
+
+
 def norm(runtime: Runtime, task: Task) -> None:
     """The block's sums of squares go to its buffer, float64 in parameter order, and are reported."""
     views, entries = _gradients(runtime, task, task.block), runtime.plane_layouts[task.block].entries
@@ -363,6 +387,9 @@ def norm(runtime: Runtime, task: Task) -> None:
     for index, entry in enumerate(entries):
         found[index] = runtime.kernels.sum_squares(views[entry.name])
     runtime.state.norms[task.block] = found.tolist()
+    small = {p.name for p in runtime.model.blocks[task.block].parameters if p.role == "norm"}
+    squares = (value for entry, value in zip(entries, found.tolist(), strict=True) if entry.name in small)
+    runtime.state.norm_weights[task.block] = sum(squares, 0.0)
 
 
 def clip(runtime: Runtime, task: Task) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -17,17 +16,18 @@ from packmule.checkpoint.store import StateStore
 from packmule.engine.bodies import BODIES, check_finite
 from packmule.engine.module_bodies import MODULE_BODIES
 from packmule.engine.program import Program
-from packmule.engine.runtime import Runtime, StepState
+from packmule.engine.runtime import Outcome, Runtime, StepState
 from packmule.graph.costs import Costs
 from packmule.graph.kinds import BufferKind, Tier
 from packmule.graph.model import PlannedModel
-from packmule.graph.run import evaluation_batches, inference_graphs, run_graphs
+from packmule.graph.run import evaluation_batches, fewer, inference_graphs, run_graphs
 from packmule.graph.simulate import simulate
 from packmule.graph.step import StepGraph
 from packmule.kernels.contract import Kernels
 from packmule.models.decode import sample
 from packmule.optim.adamw import Update
 from packmule.spec.batch import Batch
+from packmule.spec.tally import Tally
 from packmule.spec.timeline import Timeline
 from packmule.tiers.arena import Arena
 from packmule.tiers.disk import Disk, aligned_buffer
@@ -46,13 +46,13 @@ class Needs:
 
     Attributes:
         mean_length: tokens per document, weighted by tokens; only predictions depend on it.
-        evaluation_rows: of one evaluation; 0: none.
+        evaluation_rows: of each evaluation set.
         sample_tokens: positions of a generated text; 0: none.
         training: False only reads: the store may be a StateReader.
     """
 
     mean_length: float = 1.0
-    evaluation_rows: int = 0
+    evaluation_rows: tuple[int, ...] = ()
     sample_tokens: int = 0
     training: bool = True
 
@@ -62,20 +62,14 @@ class StepResult:
     """One optimizer step.
 
     Attributes:
-        loss: mean over the targets of the global batch.
-        targets: how many.
-        grad_norm: before clipping.
-        balance: the load-balancing loss of layers with experts, before its factor; None without.
+        outcome: what it came to.
         timeline: measured.
         graph: what was executed.
     """
 
-    loss: float
-    targets: int
-    grad_norm: float
+    outcome: Outcome
     timeline: Timeline
     graph: StepGraph
-    balance: float | None = None
 
 
 @dataclass(frozen=True)
@@ -154,7 +148,7 @@ class Engine:
         """One optimizer step.
 
         Args:
-            batches: one per micro-batch of the plan.
+            batches: one per micro-batch of the plan, or of its first ones while the batch warms up.
             targets: targets of the global batch, counted beforehand.
             update: this step's number and learning rate.
             progress: what a commit after this step records.
@@ -168,7 +162,7 @@ class Engine:
         """
         on_fetch = self.model.plan.update == "on-fetch"
         pending = self._pending
-        state = self._state(batches, self.model.plan.numerics.micro_tokens)
+        state = self._state(batches, self.model.plan.numerics.micro_tokens[: len(batches)])
         state.scale = 1.0 / max(1, targets)
         state.number, state.update, state.progress = update.step, update, progress
         name = "step, commit" if commit else "step"
@@ -177,6 +171,8 @@ class Engine:
             if pending is not None:
                 state.update, state.progress = pending.update, pending.progress
                 name = "step, commit" if pending.commit else "step"
+        if len(batches) < len(self.model.plan.numerics.micro_rows):
+            name = fewer(name, len(batches))
         program = self.programs[name]
         with self._changing():
             timeline = self._run(name, stop_after=stop_after, stopping=stopping)
@@ -184,9 +180,7 @@ class Engine:
         if on_fetch:
             self._pending = _Pending(update, progress, commit)
         self._committed = commit and not on_fetch
-        loss, count = _total(state)
-        norm = math.sqrt(state.square)
-        return StepResult(loss * state.scale, count, norm, timeline, program.graph, state.balance)
+        return StepResult(state.outcome(), timeline, program.graph)
 
     @property
     def clean(self) -> bool:
@@ -211,24 +205,37 @@ class Engine:
                 self._run("commit", stopping=stopping)
         self._committed = True
 
-    def evaluate(self, batches: Iterator[list[Batch]], stopping: Stopping | None = None) -> tuple[float, int]:
-        """(sum of losses, targets) over groups of micro-batches as `evaluation_groups` cuts them.
+    def evaluate(
+        self,
+        batches: Iterator[list[Batch]],
+        stopping: Stopping | None = None,
+        token_bytes: Tensor | None = None,
+    ) -> Tally:
+        """The sums over groups of micro-batches as `evaluation_groups` cuts them.
 
         Nothing may be pending: `settle` first.
+
+        Args:
+            token_bytes: int32 [V], bytes of text that tokens stand for, where known.
         """
         self._check_settled()
-        total, count = 0.0, 0
+        total = Tally()
         tokens = max(self.model.plan.numerics.micro_tokens)
         for group in batches:
             state = self._state(group, (tokens,) * len(group))
+            state.token_bytes = token_bytes
             self._run(f"evaluate {len(group)}", stopping=stopping)
-            total, count = _total(state, total, count)
-        return total, count
+            for micro in sorted(state.tallies):  # micro-batches in order, however grouped
+                total += state.tallies[micro]
+        return total
 
-    @property
-    def evaluation_groups(self) -> list[tuple[int, ...]]:
-        """Rows of each micro-batch of each group of one evaluation."""
-        return evaluation_batches(self.model.plan, self.needs.evaluation_rows)
+    def evaluation_groups(self, rows: int) -> list[tuple[int, ...]]:
+        """Rows of each micro-batch of each group of one evaluation.
+
+        Args:
+            rows: one of `needs.evaluation_rows`.
+        """
+        return evaluation_batches(self.model.plan, rows)
 
     def generate(
         self,
@@ -309,11 +316,3 @@ class Engine:
         state = StepState(batches=[self.runtime.prepare(batch) for batch in batches], capacities=capacities)
         self.runtime.state = state
         return state
-
-
-def _total(state: StepState, total: float = 0.0, count: int = 0) -> tuple[float, int]:
-    """(sum of losses, targets) added to those before: micro-batches in order, however grouped."""
-    for micro in sorted(state.losses):
-        loss, targets = state.losses[micro]
-        total, count = total + loss, count + targets
-    return total, count

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,7 +19,9 @@ from packmule.kernels.contract import Kernels
 from packmule.models.context import Decoder, TokenBatch
 from packmule.models.views import views
 from packmule.optim.adamw import AdamW, Update
+from packmule.optim.noise import Noise, estimate
 from packmule.shapes.layout import Layout, TensorSpec, layout
+from packmule.spec.tally import Tally
 from packmule.tiers.arena import Arena
 from packmule.tiers.disk import Disk, Handle
 
@@ -29,6 +32,25 @@ WORK_NAME = "work.bin"
 
 Specs = Callable[..., tuple[TensorSpec, ...]]
 """A function of packmule.shapes.bodies that lists saved or scratch tensors."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a step comes to.
+
+    Attributes:
+        loss: mean over the targets of the global batch.
+        targets: how many.
+        grad_norm: before clipping.
+        noise: for the gradient noise scale, where there are several micro-batches.
+        balance: the load-balancing loss of layers with experts, before its factor; None without.
+    """
+
+    loss: float
+    targets: int
+    grad_norm: float
+    noise: Noise | None
+    balance: float | None
 
 
 @dataclass
@@ -45,7 +67,11 @@ class StepState:
         position, positions: tokens in the cache so far and at most, when generating.
         losses: per micro-batch, (sum of losses, targets).
         balance: the load-balancing loss, not multiplied by its factor; None where there is none.
+        tallies: per micro-batch of an evaluation.
+        token_bytes: int32 [V], bytes of text that tokens stand for, where known; for evaluations.
         norms: per block, the sums of squares of its gradients, in parameter order.
+        noise: per micro-batch, squared norm of what it added to the gradients of norm weights.
+        norm_weights: per block, the squares of these gradients when they are complete.
     """
 
     batches: list[Any] = field(default_factory=list)
@@ -58,7 +84,22 @@ class StepState:
     positions: int = 0
     losses: dict[int, tuple[float, int]] = field(default_factory=dict)
     balance: float | None = None
+    tallies: dict[int, Tally] = field(default_factory=dict)
+    token_bytes: Tensor | None = None
     norms: dict[int, list[float]] = field(default_factory=dict)
+    noise: dict[int, float] = field(default_factory=dict)
+    norm_weights: dict[int, float] = field(default_factory=dict)
+
+    def outcome(self) -> Outcome:
+        """What the step comes to, once its last gradient's norm is known."""
+        total = targets = 0.0
+        for micro in sorted(self.losses):
+            loss, count = self.losses[micro]
+            total, targets = total + loss, targets + count
+        parts = [(self.noise[micro], self.losses[micro][1]) for micro in sorted(self.noise)]
+        whole = sum((self.norm_weights[block] for block in sorted(self.norm_weights)), 0.0)
+        noise = estimate(parts, whole)
+        return Outcome(total * self.scale, int(targets), math.sqrt(self.square), noise, self.balance)
 
     @property
     def square(self) -> float:

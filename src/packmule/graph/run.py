@@ -26,36 +26,61 @@ def run_graphs(
     model: PlannedModel,
     costs: Costs,
     mean_length: float,
-    evaluation_rows: int,
+    evaluation_rows: tuple[int, ...],
     sample_tokens: int,
 ) -> dict[str, StepGraph]:
     """The graphs of a run.
 
     Args:
-        evaluation_rows: of one evaluation; 0: no evaluation.
+        evaluation_rows: of each evaluation set.
         sample_tokens: positions of a generated text, prompt included; 0: no samples.
 
     Returns:
         "load"; "step" and "step, commit" (for on-fetch: with the pending update); "first" and
         "drain" for on-fetch; "commit"; "evaluate N" for N micro-batches at once; "prompt", "token".
+        While the batch warms up, steps of fewer micro-batches too: `fewer`.
     """
     plan = model.plan
     pending = plan.update == "on-fetch"
     found = {
         "load": build_load(model, costs),
-        "step": build_step(model, costs, mean_length, pending=pending),
-        "step, commit": build_step(model, costs, mean_length, pending=pending, commit=True),
+        **_steps(model, costs, mean_length),
         "commit": build_commit(model, costs),
     }
     if pending:
-        found["first"] = build_step(model, costs, mean_length)
         found["drain"] = build_drain(model, costs)
+    numerics = plan.numerics
+    stages = numerics.growth.stages(numerics.rows) if numerics.growth else []
+    for count in sorted({len(numerics.cut(rows)) for _, rows in stages} - {len(numerics.micro_rows)}):
+        part = numerics.model_copy(update={"micro_rows": numerics.micro_rows[:count]})
+        small = PlannedModel(model.shape, plan.model_copy(update={"numerics": part}))
+        found |= {fewer(name, count): graph for name, graph in _steps(small, costs, mean_length).items()}
     found.update(_reading_graphs(model, costs, mean_length, evaluation_rows, sample_tokens))
     return found
 
 
+def fewer(name: str, micros: int) -> str:
+    """The name of a step's graph with only its first micro-batches."""
+    return f"{name}, {micros} micro-batches"
+
+
+def _steps(model: PlannedModel, costs: Costs, mean_length: float) -> dict[str, StepGraph]:
+    pending = model.plan.update == "on-fetch"
+    found = {
+        "step": build_step(model, costs, mean_length, pending=pending),
+        "step, commit": build_step(model, costs, mean_length, pending=pending, commit=True),
+    }
+    if pending:
+        found["first"] = build_step(model, costs, mean_length)
+    return found
+
+
 def inference_graphs(
-    model: PlannedModel, costs: Costs, mean_length: float, evaluation_rows: int, sample_tokens: int
+    model: PlannedModel,
+    costs: Costs,
+    mean_length: float,
+    evaluation_rows: tuple[int, ...],
+    sample_tokens: int,
 ) -> dict[str, StepGraph]:
     """The graphs of evaluating or generating from a commit: "load" and those that read.
 
@@ -67,12 +92,17 @@ def inference_graphs(
 
 
 def _reading_graphs(
-    model: PlannedModel, costs: Costs, mean_length: float, evaluation_rows: int, sample_tokens: int
+    model: PlannedModel,
+    costs: Costs,
+    mean_length: float,
+    evaluation_rows: tuple[int, ...],
+    sample_tokens: int,
 ) -> dict[str, StepGraph]:
     plan, found = model.plan, {}
-    if evaluation_rows:
+    if any(evaluation_rows):
         tokens = max(plan.numerics.micro_tokens)
-        for count in sorted({len(micros) for micros in evaluation_batches(plan, evaluation_rows)}):
+        groups = [micros for rows in evaluation_rows for micros in evaluation_batches(plan, rows)]
+        for count in sorted({len(micros) for micros in groups}):
             found[f"evaluate {count}"] = build_evaluate(model, costs, mean_length, (tokens,) * count)
     if sample_tokens:
         found["prompt"] = build_decode(model, costs, sample_tokens, sample_tokens)

@@ -20,6 +20,7 @@ from packmule.models.context import Decoder, Tensors, TokenBatch
 from packmule.models.feed_forward import half_of
 from packmule.models.norms import norm_backward, norm_forward
 from packmule.models.products import input_gradient, linear, weight_gradient
+from packmule.spec.tally import Tally
 
 if TYPE_CHECKING:
     from packmule.shapes.layer import LayerShape
@@ -212,16 +213,35 @@ def head_loss(
 
 
 def head_evaluate(
-    decoder: Decoder, weights: Tensors, batch: TokenBatch, x: Tensor, chunk: int, scratch: Tensors
-) -> tuple[float, int]:
-    """The loss of `head_loss`, same bits, without gradients. scratch: head_scratch(train=False)."""
-    total = torch.zeros((), dtype=torch.float64)
+    decoder: Decoder,
+    weights: Tensors,
+    batch: TokenBatch,
+    x: Tensor,
+    chunk: int,
+    scratch: Tensors,
+    token_bytes: Tensor | None = None,
+) -> Tally:
+    """The loss of `head_loss`, same bits, without gradients, and the other sums of a Tally.
+
+    Args:
+        scratch: head_scratch(train=False).
+        token_bytes: int32 [V], bytes of text that each token stands for, where known.
+    """
+    total, byte_loss = torch.zeros(2, dtype=torch.float64)
+    correct = size = 0
     for start in range(0, batch.tokens, chunk):
         rows = slice(start, min(start + chunk, batch.tokens))
+        targets = batch.targets[rows]
         _, logits, loss = _chunk_logits(decoder, weights, x[rows], scratch)
-        decoder.kernels.cross_entropy(logits, batch.targets[rows], 1.0, loss, False)
+        # Ignored targets are negative: never the highest logit's index.
+        correct += int((logits.argmax(1) == targets).sum())
+        decoder.kernels.cross_entropy(logits, targets, 1.0, loss, False)
         total += loss.sum(dtype=torch.float64)
-    return float(total), batch.targets_count
+        if token_bytes is not None:
+            sizes = token_bytes[targets.clamp(min=0)] * (targets >= 0)
+            size += int(sizes.sum())
+            byte_loss += (loss * (sizes > 0)).sum(dtype=torch.float64)
+    return Tally(float(total), batch.targets_count, correct, float(byte_loss), size)
 
 
 def _chunk_logits(

@@ -13,6 +13,9 @@ if TYPE_CHECKING:
 
     from packmule.kernels.contract import Kernels
 
+VECTORS = frozenset({"norm", "bias"})
+"""Roles of one-dimensional parameters."""
+
 
 @dataclass(frozen=True)
 class Update:
@@ -31,13 +34,19 @@ class Update:
 
 @dataclass(frozen=True)
 class AdamW:
-    """The rule with its hyper-parameters; norms and biases do not decay."""
+    """The rule with its hyper-parameters."""
 
     numerics: OptimizerNumerics
 
     def decay(self, role: str) -> float:
         """Weight decay of a parameter's role (shapes.model.Role)."""
-        return 0.0 if role in ("norm", "bias") else self.numerics.weight_decay
+        numbers = self.numerics
+        kept = (
+            not numbers.decay_embedding
+            if role == "embedding"
+            else numbers.decay_on != "all" and role in VECTORS
+        )
+        return 0.0 if kept else numbers.weight_decay
 
     def apply(
         self,

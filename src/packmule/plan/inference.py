@@ -22,7 +22,7 @@ def inference_plan(
     baseline_bytes: int,
     chunk_bytes: int,
     mean_length: float,
-    evaluation_rows: int,
+    evaluation_rows: tuple[int, ...],
     positions: int,
 ) -> Plan:
     """The fastest plan that fits, over weights kept or streamed and rows at once.
@@ -61,7 +61,7 @@ def inference_plan(
             least = ram if least is None else min(least, ram)
             if ram > budget_bytes:
                 continue
-            batches = -(-evaluation_rows // rows)
+            batches = sum(-(-count // rows) for count in evaluation_rows)
             seconds = sum(
                 simulate(graph).seconds * _times(name, batches, positions) for name, graph in graphs.items()
             )

@@ -33,7 +33,7 @@ class Situation:
         checkpoint: when state becomes durable.
         commit_auto: the planner chooses how often.
         mean_length: tokens per document, weighted by tokens.
-        evaluation_rows: validation rows of one evaluation; 0: none.
+        evaluation_rows: rows of each evaluation set.
         sample_tokens: positions of a generated sample, prompt included; 0: none.
         disk_free_bytes: room for state, work and snapshots.
         total_steps: of the whole run.
@@ -52,7 +52,7 @@ class Situation:
     checkpoint: CheckpointPlan
     commit_auto: bool
     mean_length: float
-    evaluation_rows: int
+    evaluation_rows: tuple[int, ...]
     sample_tokens: int
     disk_free_bytes: int
     total_steps: int

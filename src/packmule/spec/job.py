@@ -7,16 +7,14 @@ No file is opened here.
 
 from __future__ import annotations
 
-import hashlib
-import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from pathlib import PurePath
 from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import ConfigDict, Discriminator, Field, Tag, ValidationError, field_validator, model_validator
 
 from packmule.errors import ConfigError
+from packmule.spec.growth import Growth
 from packmule.spec.job_text import collect
 from packmule.spec.job_values import (
     AutoBytes,
@@ -24,6 +22,7 @@ from packmule.spec.job_values import (
     AutoFlag,
     Clip,
     FormatName,
+    MetricName,
     OptimizerName,
     OptionalText,
     Paths,
@@ -32,6 +31,7 @@ from packmule.spec.job_values import (
     ReadSources,
     ReportTo,
     ResumeFrom,
+    ScalingName,
     SchedulerName,
     Similarity,
     Steps,
@@ -167,6 +167,12 @@ class Train(Section):
     seed: int = Field(default=42, ge=0, lt=2**63)
     eval_steps: Steps = Field(default=None, description="null: only after the last step")
     eval_rows: int | None = Field(default=None, ge=1, description="validation rows; null: all")
+    best_metric: MetricName = Field(default="eval/loss", description="what the best step is judged by")
+    early_stop_patience: int | None = Field(
+        default=None, ge=1, description="end after so many evaluations without improvement"
+    )
+    early_stop_min_delta: float = Field(default=0.0, ge=0, description="what counts as improvement")
+    max_minutes: float | None = Field(default=None, gt=0, description="stop, resumable, before so much time")
     sample_prompt: str | None = Field(default=None, description="continued greedily at every evaluation")
     sample_tokens: int = Field(default=64, ge=1)
     update: UpdateName = "auto"
@@ -196,6 +202,12 @@ class Train(Section):
         given = [f"`train.{key}` = {value}" for key, value in lengths.items() if value is not None]
         if len(given) > 1:
             raise ConfigError(f"{' and '.join(given)} both decide how long to train.", "keep one of them")
+        if self.early_stop_patience is not None and self.eval_steps is None:
+            raise ConfigError(
+                f"`train.early_stop_patience` = {self.early_stop_patience} counts evaluations, and without "
+                "`train.eval_steps` there is none before the last step.",
+                "set eval_steps too",
+            )
         if self.micro_batch_size == "auto":
             return self
         if self.micro_batch_size > self.global_batch_size:
@@ -229,12 +241,25 @@ class Optim(Section):
     lr_scheduler: SchedulerName = "cosine"
     warmup_steps: int | None = Field(default=None, ge=0)
     warmup_ratio: float | None = Field(default=None, ge=0, le=1, description="share of all steps")
-    min_lr: float = Field(default=0.0, ge=0, description="where linear and cosine end")
+    min_lr: float = Field(default=0.0, ge=0, description="where linear, cosine and wsd end")
+    decay_steps: int | None = Field(default=None, ge=0, description="wsd: steps of its last phase")
+    decay_ratio: float | None = Field(default=None, ge=0, le=1, description="the same as a share; null: 0.1")
+    decay_shape: Literal["linear", "cosine", "sqrt"] = Field(
+        default="linear", description="of wsd's last phase"
+    )
     weight_decay: float = Field(default=0.1, ge=0)
+    weight_decay_on: Literal["matrices", "all"] = Field(default="matrices", description="all: norms too")
+    weight_decay_embedding: bool = Field(default=True, description="whether the embedding decays")
     max_grad_norm: Clip = Field(default=1.0, description="global norm; null or 0: no clipping")
     adam_beta1: float = Field(default=0.9, ge=0, lt=1)
     adam_beta2: float = Field(default=0.95, ge=0, lt=1)
     adam_epsilon: float = Field(default=1e-8, gt=0)
+    batch_warmup_steps: int | None = Field(default=None, ge=1, description="steps until a step has all rows")
+    batch_warmup_rows: int | None = Field(default=None, ge=1, description="rows of the first step")
+    lr_scaling: ScalingName = Field(default="off", description="the learning rate follows the rows of a step")
+    lr_base_batch_size: int | None = Field(
+        default=None, ge=1, description="rows that learning_rate is meant for; null: global_batch_size"
+    )
 
     @model_validator(mode="after")
     def _agree(self) -> Optim:
@@ -243,6 +268,22 @@ class Optim(Section):
                 f"`optim.warmup_steps` = {self.warmup_steps} and `optim.warmup_ratio` = {self.warmup_ratio} "
                 "both say how long to warm up.",
                 "keep one of them",
+            )
+        if self.decay_steps is not None and self.decay_ratio is not None:
+            raise ConfigError(
+                f"`optim.decay_steps` = {self.decay_steps} and `optim.decay_ratio` = {self.decay_ratio} "
+                "both say how long the last phase is.",
+                "keep one of them",
+            )
+        if self.lr_scheduler != "wsd" and (self.decay_steps is not None or self.decay_ratio is not None):
+            raise ConfigError(
+                f"`optim.lr_scheduler` = {self.lr_scheduler!r} has no last phase of its own.",
+                "leave decay_steps and decay_ratio out, or use `wsd`",
+            )
+        if (self.batch_warmup_steps is None) != (self.batch_warmup_rows is None):
+            raise ConfigError(
+                "`optim.batch_warmup_steps` and `optim.batch_warmup_rows` belong together.",
+                "give both: the steps until the batch is whole, and the rows of the first step",
             )
         if self.min_lr > self.learning_rate:
             raise ConfigError(
@@ -257,6 +298,14 @@ class Optim(Section):
             return math.ceil(self.warmup_ratio * total_steps)
         return self.warmup_steps or 0
 
+    def decay(self, total_steps: int) -> int:
+        """Steps of the last phase of `wsd` in a run of `total_steps`."""
+        if self.lr_scheduler != "wsd":
+            return 0
+        if self.decay_steps is not None:
+            return self.decay_steps
+        return math.ceil((0.1 if self.decay_ratio is None else self.decay_ratio) * total_steps)
+
 
 class Checkpoint(Section):
     """When state becomes durable, and where a run starts."""
@@ -264,6 +313,7 @@ class Checkpoint(Section):
     commit_steps: AutoCount = "auto"
     save_steps: Steps = Field(default=None, description="a full copy kept apart every so many steps")
     save_total_limit: int = Field(default=2, ge=1)
+    save_best: bool = Field(default=False, description="a full copy of the best step by train.best_metric")
     resume: ResumeFrom = Field(default="auto", description="auto, never or a folder")
 
 
@@ -285,7 +335,7 @@ class Logging(Section):
     """What is written down."""
 
     logging_steps: int = Field(default=1, ge=1)
-    report_to: ReportTo = "jsonl"
+    report_to: ReportTo = Field(default=(), description="tensorboard, wandb, trackio; log.jsonl always is")
     run_name: str | None = None
 
 
@@ -299,6 +349,32 @@ class Job(Record):
     checkpoint: Checkpoint = Checkpoint()
     hardware: HardwareSection = HardwareSection()
     logging: Logging = Logging()
+
+    @model_validator(mode="after")
+    def _agree(self) -> Job:
+        growth, rows = self.growth, self.train.global_batch_size
+        if growth is None:
+            return self
+        if growth.start_rows >= rows:
+            raise ConfigError(
+                f"`optim.batch_warmup_rows` = {growth.start_rows} leaves nothing to grow to "
+                f"`train.global_batch_size` = {rows}.",
+                "begin with fewer rows, or leave the batch warm-up out",
+            )
+        doublings = len(growth.stages(rows)) - 1
+        if growth.steps < doublings:
+            raise ConfigError(
+                f"`optim.batch_warmup_steps` = {growth.steps} is too short: from {growth.start_rows} to "
+                f"{rows} rows the batch doubles {doublings} times.",
+                f"use at least {doublings} steps",
+            )
+        return self
+
+    @property
+    def growth(self) -> Growth | None:
+        """The batch warm-up, if there is one."""
+        steps, rows = self.optim.batch_warmup_steps, self.optim.batch_warmup_rows
+        return None if steps is None or rows is None else Growth(start_rows=rows, steps=steps)
 
     def to_yaml(self) -> str:
         """The resolved job as YAML; `load_job` reads it back to an equal job."""
@@ -369,48 +445,3 @@ def load_job(
 ) -> Job:
     """`read_job` without the notes."""
     return read_job(text, source, overrides, variables).job
-
-
-def promises(job: Job) -> dict[str, Any]:
-    """What a run promises not to change when it resumes, by dotted key.
-
-    Paths count by their last component: a moved folder is the same folder. Placement, budgets,
-    micro-batches, recomputation, update mode and logging are free; numerics has its own record.
-    """
-
-    def last(path: str | None) -> str | None:
-        return None if path is None else PurePath(path).name
-
-    kept: dict[str, Any] = {
-        "model.path": last(job.model.path),
-        "model.init": job.model.init,
-        "data.path": [last(path) for path in job.data.paths],
-        "data.weights": list(job.data.weights),
-        "data.chat_template": last(job.data.chat_template),
-        "data.val_path": [[found.name, *map(last, found.path)] for found in job.data.val_path],
-    }
-    for key in ("format", "columns", "train_on", "long_documents", "deduplicate"):
-        kept[f"data.{key}"] = getattr(job.data, key)
-    if not job.data.val_path:
-        kept["data.val_size"] = job.data.val_size
-    for key in ("max_seq_length", "global_batch_size", "seed", "max_steps", "epochs", "max_tokens"):
-        kept[f"train.{key}"] = getattr(job.train, key)
-    for key in Optim.model_fields:
-        kept[f"optim.{key}"] = getattr(job.optim, key)
-    return kept
-
-
-def job_hash(job: Job) -> str:
-    """SHA-256 (hex) over `promises`: equal hashes may resume each other."""
-    text = json.dumps(promises(job), sort_keys=True, separators=(",", ":"))
-    return hashlib.sha256(text.encode()).hexdigest()
-
-
-def changed_promises(before: Job, after: Job) -> list[str]:
-    """One line per promise that differs, for the error that refuses a resume."""
-    old, new = promises(before), promises(after)
-    return [
-        f"`{key}` was {old.get(key)!r}, is {new.get(key)!r}"
-        for key in sorted(old.keys() | new.keys())
-        if old.get(key) != new.get(key)
-    ]

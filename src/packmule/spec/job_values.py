@@ -13,6 +13,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BeforeValidator, Field
 
 from packmule.errors import ConfigError
+from packmule.spec.growth import Scaling
 from packmule.spec.units import parse_bytes
 
 Where = Literal["auto", "ram", "disk"]
@@ -24,6 +25,8 @@ _FORMATS = {
     **dict.fromkeys(("instruction", "instruct"), "alpaca"),
     "conversations": "sharegpt", "pretraining": "text", "plain": "text", "dpo": "preference",
 }  # fmt: skip
+SINKS = ("tensorboard", "wandb", "trackio")
+"""Where metrics can be sent besides log.jsonl."""
 
 _PRECISIONS = {
     "auto": "auto",
@@ -145,6 +148,14 @@ def _similarity(value: Any) -> Any:
     return 0.8 if value is True or str(value).lower() in ("true", "yes", "on") else value
 
 
+def _metric(value: Any) -> Any:
+    """Other tools leave the prefix out or write it with an underscore."""
+    if not isinstance(value, str):
+        return value
+    text = value.strip().removeprefix("eval_").removeprefix("eval/")
+    return f"eval/{text}"
+
+
 def _clip(value: Any) -> Any:
     off = isinstance(value, (int, float)) and not isinstance(value, bool) and value <= 0
     return None if off else value
@@ -160,9 +171,14 @@ def _resume(value: Any) -> Any:
 
 
 def _report_to(value: Any) -> Any:
-    if value is None or value in ([], (), "none", "jsonl", ["jsonl"], ["none"]):
-        return "jsonl"  # JSON lines are always written
-    raise ValueError("only `jsonl` is written; read log.jsonl with the tool of your choice")
+    names = [part.strip() for part in value.split(",")] if isinstance(value, str) else value
+    if names is None or not isinstance(names, (list, tuple)):
+        return names or ()
+    kept = [name for name in names if name not in ("none", "jsonl", "")]  # JSON lines always are written
+    for name in kept:
+        if name not in SINKS:
+            raise ValueError(f"{name!r} is not offered: {', '.join(SINKS)}; log.jsonl is always written")
+    return tuple(dict.fromkeys(kept))
 
 
 def _optimizer(value: Any) -> Any:
@@ -170,7 +186,12 @@ def _optimizer(value: Any) -> Any:
 
 
 def _scheduler(value: Any) -> Any:
-    return "constant" if value == "constant_with_warmup" else value
+    names = {"constant_with_warmup": "constant", "warmup_stable_decay": "wsd"}
+    return names.get(value, value) if isinstance(value, str) else value
+
+
+def _off(value: Any) -> Any:
+    return "off" if value is None or value is False else value
 
 
 AutoCount = Annotated[int | Literal["auto"], BeforeValidator(_auto_count)]
@@ -189,10 +210,12 @@ Similarity = Annotated[float | None, Field(gt=0, le=1), BeforeValidator(_similar
 ReadSources = BeforeValidator(_sources)
 ReadNamed = BeforeValidator(_named)
 ValSize = Annotated[int | float, BeforeValidator(_val_size)]
+MetricName = Annotated[Text, BeforeValidator(_metric)]
 PrecisionName = Annotated[Literal["auto", "fp32", "bf16-mixed", "fp64"], BeforeValidator(_precision)]
 UpdateName = Literal["auto", "after-backward", "on-backward", "on-fetch"]
 OptimizerName = Annotated[Literal["adamw"], BeforeValidator(_optimizer)]
-SchedulerName = Annotated[Literal["constant", "linear", "cosine"], BeforeValidator(_scheduler)]
+SchedulerName = Annotated[Literal["constant", "linear", "cosine", "wsd"], BeforeValidator(_scheduler)]
+ScalingName = Annotated[Scaling, BeforeValidator(_off)]
 Clip = Annotated[float | None, BeforeValidator(_clip), AfterValidator(_positive_clip)]
 ResumeFrom = Annotated[Text, BeforeValidator(_resume)]
-ReportTo = Annotated[Literal["jsonl"], BeforeValidator(_report_to)]
+ReportTo = Annotated[tuple[Text, ...], BeforeValidator(_report_to)]

@@ -9,6 +9,7 @@ from typing import Literal
 
 from pydantic import Field
 
+from packmule.spec.growth import Growth, Scaling
 from packmule.spec.records import Record
 
 Precision = Literal["fp32", "bf16-mixed", "fp64"]
@@ -23,16 +24,25 @@ class OptimizerNumerics(Record):
     beta2: float = 0.95
     eps: float = 1e-8
     weight_decay: float = 0.1
+    decay_on: Literal["matrices", "all"] = Field(
+        default="matrices",
+        description="what decays: tensors of two and more dimensions, or norms and biases too",
+    )
+    decay_embedding: bool = Field(default=True, description="whether the embedding decays")
 
 
 class ScheduleNumerics(Record):
     """Learning rate as a pure function of the step (packmule.optim.schedules)."""
 
-    kind: Literal["constant", "linear", "cosine"] = "cosine"
+    kind: Literal["constant", "linear", "cosine", "wsd"] = "cosine"
     learning_rate: float
     minimum: float = 0.0
     warmup_steps: int = 0
     total_steps: int
+    decay_steps: int = Field(default=0, description="wsd: steps of its last phase, in which the rate falls")
+    decay_shape: Literal["linear", "cosine", "sqrt"] = "linear"
+    scaling: Scaling = Field(default="off", description="how the rate follows the rows of a step")
+    base_rows: int = Field(default=0, description="rows of a step that learning_rate is meant for; 0: all")
 
 
 class Numerics(Record):
@@ -45,6 +55,7 @@ class Numerics(Record):
         "than the precision's; null: the precision's",
     )
     micro_rows: tuple[int, ...] = Field(description="rows of each micro-batch of a step")
+    growth: Growth | None = Field(default=None, description="batch warm-up; null: every step is whole")
     max_seq_length: int
     loss_chunk: int = Field(description="tokens whose logits exist at once")
     clip: float | None
@@ -60,6 +71,15 @@ class Numerics(Record):
     def rows(self) -> int:
         """Rows of the global batch."""
         return sum(self.micro_rows)
+
+    def cut(self, rows: int) -> tuple[int, ...]:
+        """Rows of each micro-batch of a step of `rows` rows: the first ones of `micro_rows`."""
+        found: list[int] = []
+        for size in self.micro_rows:
+            found.append(min(size, rows - sum(found)))
+            if sum(found) == rows:
+                break
+        return tuple(found)
 
     @property
     def micro_tokens(self) -> tuple[int, ...]:

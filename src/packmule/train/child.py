@@ -11,10 +11,12 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from packmule.errors import Interrupted, PackmuleError, RunFailed
+from packmule.errors import Interrupted, PackmuleError
 from packmule.shapes.bodies import PRIMITIVES_KEPT
 from packmule.train.memory import (
+    is_out_of_memory,
     limit_data,
+    out_of_memory,
     process_memory,
     trim_malloc,
     tune_caches,
@@ -70,29 +72,10 @@ def main() -> int:
         if not is_out_of_memory(error):
             raise
         unlimit_data()
-        peak = process_memory().peak
-        _send_error(
-            sender,
-            RunFailed(
-                f"An allocation failed at the budget: {_first_line(error)} "
-                f"(this process held {peak:,} bytes).",
-                "the last commit is kept; run the same command with a slightly larger --ram",
-            ),
-        )
+        _send_error(sender, out_of_memory(error))
     memory = process_memory()
     sender.send("end", peak_bytes=memory.peak)
     return 0
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an error is an allocation that malloc or torch could not make."""
-    text = str(error)
-    signs = ("allocate memory", "bad_alloc", "can't start new thread")
-    return isinstance(error, MemoryError) or any(sign in text for sign in signs)
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
 def _send_error(sender: Sender, error: PackmuleError) -> None:

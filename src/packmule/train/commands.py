@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from packmule.checkpoint.head import HEAD_NAME, Head, read_head
 from packmule.checkpoint.reader import StateReader
-from packmule.checkpoint.snapshots import snapshots
+from packmule.checkpoint.snapshots import BEST, best_step, is_snapshot, snapshots
 from packmule.checkpoint.verify import verify as verify_state
 from packmule.data.prepared import open_data
 from packmule.data.report import PrepareReport, PrepareRequest
@@ -22,7 +22,7 @@ from packmule.shapes.bodies import dtypes
 from packmule.shapes.model import ModelShape
 from packmule.spec.environment import Environment
 from packmule.tiers.disk import PosixDisk
-from packmule.train.folder import RunFolder, read_log
+from packmule.train.folder import HELD_OUT, RunFolder, perplexities, read_log
 from packmule.train.memory import process_memory
 from packmule.train.messages import Request
 from packmule.train.results import Checked, Evaluation
@@ -40,11 +40,13 @@ def evaluate(
     dataset: tuple[str, ...] = (),
     rows: int | None = None,
     ram_bytes: int | None = None,
+    name: str | None = None,
 ) -> Evaluation:
-    """Loss and perplexity of a commit or snapshot.
+    """Loss and other metrics of a commit or snapshot.
 
     Args:
-        dataset: other text to judge on; by default the run's validation rows.
+        dataset: other text to judge on.
+        name: of one of the run's evaluation sets; by default the first, its held-out rows.
 
     Raises:
         PackmuleError: see the parts.
@@ -56,15 +58,20 @@ def evaluate(
         if dataset:
             data = Path(temporary) / "data"
             _prepare(folder, environment, dataset, head, Path(temporary))
-        found = open_data(data)
-        chosen = found.validation[0].rows if found.validation else None
-        if chosen is None:
+        sets = open_data(data).validation
+        if not sets:
             raise ConfigError(f"{folder.path} has no validation data.", "give text with --dataset")
-        count = min(rows or len(chosen), len(chosen))
-        length = chosen.meta.mean_length_by_token
-        result = _run(folder, environment, head, ram_bytes, "evaluate", data, length, count, (), 0, {})
-    event = result["evaluation"]
-    return Evaluation(step=head.step, rows=count, **{k: event[k] for k in ("loss", "perplexity", "targets")})
+        chosen = next((part for part in sets if name in (None, part.name)), None)
+        if chosen is None:
+            raise ConfigError(
+                f"{folder.path} has no evaluation set {name!r}.",
+                f"it has {', '.join(part.name for part in sets)}",
+            )
+        counts = tuple(min(rows or len(part.rows), len(part.rows)) if part is chosen else 0 for part in sets)
+        length = chosen.rows.meta.mean_length_by_token
+        result = _run(folder, environment, head, ram_bytes, "evaluate", data, length, counts, (), 0, {})
+    kept = {k: v for k, v in result["evaluation"].items() if k in Evaluation.model_fields}
+    return Evaluation(step=head.step, **kept)
 
 
 def _prepare(
@@ -136,7 +143,7 @@ def generate(
         "generate",
         folder.data,
         float(positions),
-        0,
+        (),
         ids,
         positions,
         extra,
@@ -152,7 +159,7 @@ def _run(
     work: Literal["evaluate", "generate"],
     data: Path,
     mean_length: float,
-    rows: int,
+    rows: tuple[int, ...],
     ids: tuple[int, ...],
     positions: int,
     extra: Mapping[str, Any],
@@ -234,8 +241,9 @@ def verify(run: Path, environment: Environment) -> dict[str, Checked]:
     folder = RunFolder.open(run)
     disk, crc = PosixDisk(), checksum()
     paths = [folder.state]
-    if folder.state.name.split("-")[0] != "checkpoint":
+    if not is_snapshot(folder.state):
         paths += snapshots(disk, folder.state, crc)
+        paths += [folder.state / BEST] if best_step(disk, folder.state, crc) is not None else []
     found: dict[str, Checked] = {}
     for path in paths:
         verdict = verify_state(disk, path, crc)
@@ -281,7 +289,7 @@ def _shape_info(shape: ModelShape) -> dict[str, Any]:
 
 def _run_info(folder: RunFolder) -> dict[str, Any]:
     disk, crc = PosixDisk(), checksum()
-    snapshot = folder.state.name.startswith("checkpoint-")
+    snapshot = is_snapshot(folder.state)
     found: dict[str, Any] = {"kind": "snapshot" if snapshot else "run", "path": str(folder.state)}
     if (folder.model / "config.json").exists():
         found |= _shape_info(folder.shape())
@@ -300,11 +308,13 @@ def _run_info(folder: RunFolder) -> dict[str, Any]:
     losses = [entry for entry in log if "train/loss" in entry]
     if losses:
         found["last loss"] = losses[-1]["train/loss"]
-    found["held-out perplexity"] = {
-        f"step {entry['step']}": entry["eval/perplexity"] for entry in log if "eval/perplexity" in entry
-    }
+    found["held-out perplexity"] = {}
+    for name, pairs in perplexities(log).items():
+        told = "held-out" if name == HELD_OUT else name
+        found[f"{told} perplexity"] = {f"step {step}": value for step, value in pairs}
     if not snapshot:
         found["snapshots"] = [path.name for path in snapshots(disk, folder.state, crc)]
+        found["best step"] = best_step(disk, folder.state, crc)
     return found
 
 

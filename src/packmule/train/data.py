@@ -13,6 +13,8 @@ from packmule.errors import PackmuleError
 from packmule.plan.table import Row, Table
 from packmule.spec.environment import Environment
 from packmule.spec.job import Job
+from packmule.train.folder import RunFolder
+from packmule.train.situation import model_folder
 from packmule.train.watch import run_child
 
 LEAST_BYTES = 256 << 20
@@ -26,7 +28,7 @@ def prepare_request(job: Job, out: Path, ram_bytes: int | None = None) -> Prepar
     """What a job asks of data preparation."""
     data = job.data
     return PrepareRequest(
-        model=job.model.path,
+        model=str(model_folder(job.model.path)),
         dataset=data.paths,
         weights=data.weights,
         format=data.format,
@@ -36,11 +38,11 @@ def prepare_request(job: Job, out: Path, ram_bytes: int | None = None) -> Prepar
         long_documents=data.long_documents,
         deduplicate=data.deduplicate,
         max_seq_length=job.train.max_seq_length,
-        val_size=float(data.val_size),
+        val_size=0.0 if data.val_path else float(data.val_size),
         validation=tuple(NamedData(name=found.name, dataset=found.path) for found in data.val_path),
         seed=job.train.seed,
         out=str(out),
-        random_init=job.model.init == "random",
+        random_init=job.model.init == "random" or RunFolder.at(Path(job.model.path)) is not None,
         sample_prompt=job.train.sample_prompt or "",
         ram_bytes=None if ram_bytes is None else max(ram_bytes, LEAST_BYTES),
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,9 @@ from packmule.spec.hardware import Hardware
 from packmule.spec.job import Job, load_job
 from packmule.spec.plan import Plan
 from packmule.tiers.disk import PosixDisk, replace_file
+
+HELD_OUT = "validation"
+"""The evaluation set whose metrics go by no name: the run's held-out rows, or the one set of its own."""
 
 
 @dataclass(frozen=True)
@@ -56,6 +60,12 @@ class RunFolder:
             f"{path} is not a run: it has no config.yaml.",
             "give the output folder of `packmule train`, or a checkpoint-N in it",
         )
+
+    @classmethod
+    def at(cls, path: Path) -> RunFolder | None:
+        """As `open`, but None where no run is: a model folder, a file, nothing."""
+        path = path.expanduser().absolute()
+        return cls.open(path) if any((path / name).exists() for name in ("config.yaml", HEAD_NAME)) else None
 
     @property
     def config(self) -> Path:
@@ -105,16 +115,16 @@ class RunFolder:
 
     def read_plan(self) -> Plan:
         """The plan of the last start."""
-        return Plan.parse_json(_text(self.plan), str(self.plan))
+        return Plan.parse_json(read_text(self.plan), str(self.plan))
 
     def read_hardware(self) -> Hardware:
         """The machine of the last start."""
-        return Hardware.parse_json(_text(self.probe), str(self.probe))
+        return Hardware.parse_json(read_text(self.probe), str(self.probe))
 
     def model_config(self) -> dict[str, Any]:
         """The model's config.json."""
         try:
-            config = json.loads(_text(self.model / "config.json"))
+            config = json.loads(read_text(self.model / "config.json"))
         except ValueError as error:
             raise ConfigError(f"{self.model / 'config.json'} is not JSON: {error}.", "restore it") from None
         if not isinstance(config, dict):
@@ -128,6 +138,12 @@ class RunFolder:
     def write(self, path: Path, text: str) -> None:
         """Replace a small file, durably."""
         replace_file(PosixDisk(), path, text.encode())
+
+    def take_log(self, other: RunFolder, step: int) -> None:
+        """Begin the log with another run's, up to a step, where there is none yet."""
+        if not self.log.exists():
+            kept = [line for entry, line in _entries(other.log)[0] if entry["step"] <= step]
+            replace_file(PosixDisk(), self.log, b"".join(kept))
 
     def make(self) -> None:
         """Create the folders.
@@ -149,10 +165,16 @@ class RunFolder:
 
 def _read_job(path: Path) -> Job:
     config = path / "config.yaml"
-    return load_job(_text(config), str(config))
+    return load_job(read_text(config), str(config))
 
 
-def _text(path: Path) -> str:
+def read_text(path: Path) -> str:
+    """A small file of a run.
+
+    Raises:
+        DamagedFile: it is not UTF-8.
+        ConfigError: it is not there.
+    """
     try:
         return path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
@@ -170,6 +192,9 @@ class Log:
         path: the file.
         step: entries of later steps are dropped (they were not committed).
 
+    Attributes:
+        noise: the estimates (trace, square) of the gradient's noise that were there, in order.
+
     Raises:
         DiskError: it cannot be read or written.
     """
@@ -181,6 +206,12 @@ class Log:
         kept = [(entry, line) for entry, line in found if entry["step"] <= step]
         self._last = max((entry["step"] for entry, _ in kept if "train/loss" in entry), default=0)
         self._known = {(entry["step"], key) for entry, _ in kept for key in entry}
+        self._evaluations = [entry for entry, _ in kept if _evaluates(entry)]
+        self.noise = [
+            (entry["train/noise_trace"], entry["train/noise_square"])
+            for entry, _ in kept
+            if "train/noise_trace" in entry
+        ]
         replace_file(PosixDisk(), path, b"".join(line for _, line in kept))
 
     def notes(self, every: int) -> list[str]:
@@ -195,6 +226,11 @@ class Log:
         if self._last + every <= self._step:
             found.append(f"{self.path}: the entries of steps {self._last + 1} to {self._step} are lost.")
         return found
+
+    @property
+    def entries(self) -> list[dict[str, Any]]:
+        """Those with evaluations, in order, as they were written."""
+        return self._evaluations
 
     def has(self, step: int, key: str) -> bool:
         """Whether an entry of a step has a key."""
@@ -218,15 +254,32 @@ class Log:
                 "free some space there, then run the same command",
             ) from None
         self._known |= {(entry["step"], key) for key in entry}
+        if _evaluates(entry):
+            self._evaluations.append(entry)
 
     def sync(self) -> None:
         """Make all entries durable."""
         PosixDisk().sync_file(self.path)
 
 
+def _evaluates(entry: dict[str, Any]) -> bool:
+    return any(key.startswith("eval/") for key in entry)
+
+
 def read_log(path: Path) -> list[dict[str, Any]]:
     """All entries of a log that can be read."""
     return [entry for entry, _ in _entries(path)[0]]
+
+
+def perplexities(log: Iterable[Mapping[str, Any]]) -> dict[str, list[tuple[int, float]]]:
+    """(step, perplexity) of each evaluation, by the name of its set."""
+    found: dict[str, list[tuple[int, float]]] = {}
+    for entry in log:
+        for key, value in entry.items():
+            if key.startswith("eval/") and key.endswith("perplexity"):
+                name = key.removeprefix("eval/").removesuffix("perplexity").rstrip("/")
+                found.setdefault(name or HELD_OUT, []).append((entry["step"], value))
+    return found
 
 
 def _entries(path: Path) -> tuple[list[tuple[dict[str, Any], bytes]], int]:
@@ -237,7 +290,7 @@ def _entries(path: Path) -> tuple[list[tuple[dict[str, Any], bytes]], int]:
     lines = PosixDisk().read_bytes(path).split(b"\n")
     # After the last line break comes nothing, or what a process that was killed had written.
     for line in lines[:-1]:
-        entry = _entry(line)
+        entry = parse_entry(line)
         if entry is None:
             damaged += 1
         else:
@@ -245,7 +298,8 @@ def _entries(path: Path) -> tuple[list[tuple[dict[str, Any], bytes]], int]:
     return found, damaged
 
 
-def _entry(line: bytes) -> dict[str, Any] | None:
+def parse_entry(line: bytes) -> dict[str, Any] | None:
+    """The entry on a line of a log; None where a crash has left something else."""
     try:
         entry = json.loads(line)
     except ValueError:

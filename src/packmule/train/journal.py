@@ -5,10 +5,15 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from packmule.checkpoint.head import Head, Progress
 from packmule.checkpoint.store import StateStore
+from packmule.optim.noise import Noise, NoiseScale
 from packmule.train.folder import Log
+
+if TYPE_CHECKING:
+    from packmule.engine.runtime import Outcome
 
 
 class JournaledStore(StateStore):
@@ -55,6 +60,9 @@ class Journal:
         self.log = log
         self._every = every
         self._entry: _Entry | None = None
+        self._scale = NoiseScale()
+        for trace, square in log.noise:
+            self._scale.add(Noise(trace, square))
 
     def begin(self, step: int, rate: float, tokens: int, rows: tuple[int, ...], began: float) -> None:
         """A step is under way.
@@ -72,7 +80,7 @@ class Journal:
         """The step under way will not end."""
         self._entry = None
 
-    def end(self, loss: float, grad_norm: float) -> None:
+    def end(self, outcome: Outcome) -> None:
         """Log the step under way, unless it is logged."""
         entry, self._entry = self._entry, None
         if entry is None or (entry.step % self._every and entry.step != 1):
@@ -80,22 +88,31 @@ class Journal:
         self.log.write(
             {
                 "step": entry.step,
-                "train/loss": loss,
+                "train/loss": outcome.loss,
                 "train/learning_rate": entry.rate,
-                "train/grad_norm": grad_norm,
+                "train/grad_norm": outcome.grad_norm,
+                **self._noise(outcome.noise),
                 "tokens": entry.tokens,
                 "seconds": round(time.monotonic() - entry.began, 4),
                 "rows": list(entry.rows),
             }
         )
 
-    def before_commit(self, step: int, result: Callable[[], tuple[float, float]]) -> None:
+    def _noise(self, noise: Noise | None) -> dict[str, float]:
+        """The step's estimates, which a resume begins with, and the scale that all so far come to."""
+        if noise is None:
+            return {}
+        scale = self._scale.add(noise)
+        found = {"train/noise_trace": noise.trace, "train/noise_square": noise.square}
+        return found if scale is None else {**found, "train/noise_scale": scale}
+
+    def before_commit(self, step: int, outcome: Callable[[], Outcome]) -> None:
         """Make all entries up to a commit durable.
 
         Args:
             step: of the commit.
-            result: gives loss and gradient norm of the step under way.
+            outcome: of the step under way.
         """
         if self._entry is not None and self._entry.step == step:
-            self.end(*result())
+            self.end(outcome())
         self.log.sync()

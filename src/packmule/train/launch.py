@@ -3,35 +3,39 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from html import escape
 from pathlib import Path
 from typing import Any
 
-from packmule.checkpoint.head import Head
 from packmule.checkpoint.lock import RunLock
 from packmule.data.report import PrepareReport, PreviewReport
-from packmule.errors import ConfigError, DamagedFile, DiskError
+from packmule.errors import ConfigError, DiskError, OutOfMemory
 from packmule.plan.explain import tables
 from packmule.plan.search import Found, search
 from packmule.plan.situation import Situation
 from packmule.plan.table import Table, plain
 from packmule.spec.environment import Environment
-from packmule.spec.job import Job, changed_promises
-from packmule.spec.plan import Numerics, Plan
+from packmule.spec.job import Job
+from packmule.spec.plan import Plan
+from packmule.spec.resume import changes
 from packmule.spec.units import format_bytes, format_seconds
 from packmule.train.data import prepare_request, preview_data, preview_tables
 from packmule.train.folder import RunFolder, read_log
 from packmule.train.memory import process_memory
 from packmule.train.messages import Request
+from packmule.train.resuming import data_of, find, numerics_of, said
 from packmule.train.show import Show
+from packmule.train.sinks import Sinks, import_sinks
 from packmule.train.situation import (
     WATCH_BYTES,
     check_inputs,
     hardware_of,
     make_numerics,
     make_situation,
+    model_folder,
     ram_budget,
     refuse_unoffered,
     shape_of,
@@ -40,6 +44,7 @@ from packmule.train.situation import (
     total_steps,
     with_own_memory,
 )
+from packmule.train.stopping import stops
 from packmule.train.watch import interruptible, run_child
 
 Progress = Callable[[str, float], None]
@@ -124,7 +129,7 @@ def make_plan(job: Job, environment: Environment, progress: Progress) -> Planned
     situation = make_situation(
         job, shape, hardware, ram_budget(job, hardware), None, numerics, False, positions
     )
-    tokenizer = tokenizer_bytes(Path(job.model.path).expanduser(), shape) if positions else 0
+    tokenizer = tokenizer_bytes(model_folder(job.model.path), shape) if positions else 0
     found = search(with_own_memory(situation, tokenizer))
     return Planned(found.plan, found, situation, job.train.max_steps, preview_data(job, environment))
 
@@ -149,151 +154,193 @@ def train(job: Job, environment: Environment, renumber: bool, quiet: bool, json_
     Raises:
         PackmuleError: see the parts.
     """
+    began = time.monotonic()
     refuse_unoffered(job)
     folder = RunFolder.of(job)
     if not folder.config.exists():
         check_inputs(job)
     folder.make()
     show = Show(quiet=quiet, json_lines=json_lines, color=not environment.no_color)
-    with interruptible(), RunLock(folder.path) as lock, show:
-        run = _Start(job, environment, folder, show, renumber)
+    modules = import_sinks(job.logging.report_to)
+    with interruptible(), RunLock(folder.path) as lock, show, Sinks(modules, job, folder, show.note) as sinks:
+        run = _Start(job, environment, folder, show, sinks, renumber, began)
         if run.complete():
             return 0
-        request = run.prepare()
-        show.phase("start")
-        run_child(
-            "packmule.train.child",
-            request.model_dump_json(),
-            run.on_event,
-            _child_variables(environment, run.plan),
-            (lock.fileno(),),
-        )
+        request: Request | None = run.prepare()
+        while request is not None:
+            show.phase("start")
+            try:
+                run_child(
+                    "packmule.train.child",
+                    request.model_dump_json(),
+                    run.on_event,
+                    _child_variables(environment, run.plan),
+                    (lock.fileno(),),
+                )
+                request = None
+            except OutOfMemory as error:
+                request = run.split(error)
         run.finish()
     return 0
+
+
+LOGGED = ("step", "evaluation", "done")
+"""Events that follow new entries of the log."""
+
+SPLITTING = ("step", "evaluation")
+"""Phases whose memory grows with the rows of a micro-batch."""
 
 
 class _Start:
     """One start of a run: from the job to the child's request, then its events."""
 
     def __init__(
-        self, job: Job, environment: Environment, folder: RunFolder, show: Show, renumber: bool
+        self,
+        job: Job,
+        environment: Environment,
+        folder: RunFolder,
+        show: Show,
+        sinks: Sinks,
+        renumber: bool,
+        began: float,
     ) -> None:
         self.job = job
         self.environment = environment
         self.folder = folder
         self.show = show
+        self.sinks = sinks
         self.renumber = renumber
+        self.began = began
         self.plan: Plan
+        self._situation: Situation
+        self._request: Request
+        self._phase = ""
         self._report: dict[str, Any] = {}
         self._measured: dict[str, Any] = {}
         self._peak = 0
-        self._head = self._find_head()
+        self._found = find(job, folder)
 
     def complete(self) -> bool:
         """Whether there is nothing left to do; says so."""
-        head, folder = self._head, self.folder
-        if head is None or not self._whole or not folder.final.exists():
+        found, folder = self._found, self.folder
+        head = found.head
+        if head is None or not found.whole or not folder.final.exists():
+            return False
+        if found.before is not None and changes(found.before, self.job, ("said",)):
             return False
         total = head.numerics.schedule.total_steps
-        log = read_log(folder.log)
-        if head.step < total or not any(entry["step"] == total for entry in log):
+        log = [entry for entry in read_log(folder.log) if entry["step"] <= head.step]
+        over = head.step >= total or stops(log, self.job.train)
+        if not over or not any(entry["step"] == head.step for entry in log):
             return False
-        self.show.complete(total, folder.final, log)
+        self.show.complete(head.step, total, folder.final, log)
         return True
 
     def prepare(self) -> Request:
         """Everything up to the child's start."""
-        job, folder, show = self.job, self.folder, self.show
-        head = self._head
+        job, folder, show, found = self.job, self.folder, self.show, self._found
         hardware = hardware_of(job, self.environment, show.fraction)
         show.machine(hardware)
         budget = ram_budget(job, hardware)
         report = self._prepare_data(budget)
         show.data(report)
         shape = folder.shape()
-        steps = total_steps(job, report)
-        numerics = make_numerics(job, hardware, steps)
-        if head is not None:
-            numerics = self._numerics_of(head, numerics)
+        data = data_of(found, folder)
+        steps = total_steps(job, report, data.cursor, data.tokens)
+        if steps < found.step:
+            raise ConfigError(
+                f"The run in {folder.path} has done {found.step} steps; this job ends after {steps}.",
+                f"train at least {found.step} steps, or export an earlier checkpoint-N of it",
+            )
+        fresh = make_numerics(job, hardware, steps)
+        numerics = numerics_of(found, job, fresh, self.renumber)
         positions = text_positions(report.sample_ids, job.train.sample_tokens, shape)
         situation = make_situation(
             job, shape, hardware, budget, report, numerics,
-            head is not None and not self.renumber, positions,
+            found.head is not None and not self.renumber, positions,
         )  # fmt: skip
         tokenizer = tokenizer_bytes(folder.model, shape) if positions else 0
         show.phase("plan")
-        situation, found = _search(situation, tokenizer)
-        self.plan = found.plan
-        self._check_disk(situation, head)
-        folder.write(folder.config, job.to_yaml())
-        folder.write(folder.plan, self.plan.to_json())
-        folder.write(folder.probe, hardware.to_json())
-        show.plan(situation, found, head.step if head else 0, steps, job.train.sample_prompt or "")
-        return Request(
+        situation, plans = _search(situation, tokenizer)
+        self.plan = plans.plan
+        self._check_disk(situation)
+        changed = said(found, job, fresh, data)
+        for line in changed:
+            show.note(line)
+        origin = RunFolder.at(Path(job.model.path))
+        weights = origin.state if origin is not None and job.model.init == "pretrained" else ""
+        if found.elsewhere is not None:
+            folder.take_log(found.elsewhere, found.step)
+        self._request = Request(
             work="train",
             folder=str(folder.path),
             state=str(folder.state),
             data=str(folder.data),
-            ram_bytes=situation.budget_bytes - situation.hardware.parent_baseline_bytes,
+            ram_bytes=0,
             total_steps=steps,
             sample_ids=report.sample_ids,
             positions=situation.sample_tokens,
             evaluation_rows=situation.evaluation_rows,
             mean_length=situation.mean_length,
+            weights=str(weights),
+            begin_with="" if found.elsewhere is None else str(found.elsewhere.state),
+            data_key=data.key,
+            data_cursor=data.cursor,
+            data_tokens=data.tokens,
+            seconds=self._seconds(),
+            changed=tuple(changed),
         )
+        folder.write(folder.config, job.to_yaml())
+        return self._planned(situation, plans)
 
-    def _find_head(self) -> Head | None:
-        """The commit to resume from, after checking that this job may."""
-        job, folder = self.job, self.folder
-        known = folder.config.exists()
-        try:
-            head = folder.head()
-        except DamagedFile:
-            head = None
-            if not known:
-                raise
-        self._whole = head is not None
-        if head is None:
-            head = folder.newest_snapshot()  # the child goes back to it
-        if job.checkpoint.resume == "never" and head is not None:
-            raise ConfigError(
-                f"{folder.path} holds a run at step {head.step}, and resume is `never`.",
-                "use another --output-dir, or --resume auto to carry on",
-            )
-        if known and head is not None:
-            changed = changed_promises(folder.job(), job)
-            if changed:
-                raise ConfigError(
-                    f"{folder.path} holds a run that promised otherwise: {'; '.join(changed)}.",
-                    "restore what it was to carry on, or start another run with another --output-dir",
-                )
-        return head
+    def _planned(self, situation: Situation, plans: Found) -> Request:
+        """Write the plan down, show it, ask for its execution."""
+        self.plan, self._situation = plans.plan, situation
+        self.folder.write(self.folder.plan, self.plan.to_json())
+        self.folder.write(self.folder.probe, situation.hardware.to_json())
+        prompt, steps = self.job.train.sample_prompt or "", self._request.total_steps
+        self.show.plan(situation, plans, self._found.step, steps, prompt)
+        own = situation.hardware.parent_baseline_bytes
+        self._request = self._request.model_copy(update={"ram_bytes": situation.budget_bytes - own})
+        return self._request
 
-    def _numerics_of(self, head: Head, fresh: Numerics) -> Numerics:
-        """The run's numerics, if this machine still computes the same bits."""
-        kept = head.numerics
-        if self.renumber:
-            return fresh
-        changed = [
-            f"{key} was {getattr(kept, key)!r}, is {getattr(fresh, key)!r}"
-            for key in (
-                "precision",
-                "threads",
-                "kernels",
-                "torch",
-                "cpu_features",
-                "clip",
-                "optimizer",
-                "schedule",
+    def split(self, error: OutOfMemory) -> Request:
+        """After an allocation that failed in spite of the plan: the same rows a step in micro-batches
+        of half as many, from the last commit, which holds all steps unless an update had begun.
+
+        Raises:
+            OutOfMemory: it was not rows that memory was needed for, or they are one at a time already.
+            DoesNotFit: no plan for the smaller micro-batches fits.
+        """
+        numerics = self.plan.numerics
+        if self._phase not in SPLITTING:
+            raise error
+        if max(numerics.micro_rows) == 1:
+            enough = format_bytes(-(-self.plan.budget_bytes * 11 // 100_000_000) * 10_000_000)
+            raise OutOfMemory(
+                f"{error.cause} Rows are computed one at a time already.",
+                f"the last commit is kept; run the same command with more memory, like "
+                f"--ram {enough.replace(' ', '')}",
             )
-            if getattr(kept, key) != getattr(fresh, key)
-        ]
-        if changed:
-            raise ConfigError(
-                f"The run in {self.folder.path} was computed with other numerics: {'; '.join(changed)}.",
-                "restore them, or add --renumber to carry on with slightly different rounding",
-            )
-        return kept
+        halves = halved(numerics.micro_rows)
+        line = (
+            f"{error.cause} Going on in micro-batches of {_rows(halves)} rows instead of "
+            f"{_rows(numerics.micro_rows)}: the same rows a step, the same weights of their losses; "
+            "sums are rounded otherwise."
+        )
+        self.show.note(line)
+        self._found = replace(self._found, head=self.folder.head())
+        changed = numerics.model_copy(update={"micro_rows": halves})
+        situation = replace(self._situation, numerics=changed, fixed=True)
+        self._request = self._request.model_copy(
+            update={"changed": (line,), "begin_with": "", "seconds": self._seconds()}
+        )
+        return self._planned(situation, search(situation))
+
+    def _seconds(self) -> float | None:
+        """What is left of the time this start was given."""
+        minutes = self.job.train.max_minutes
+        return None if minutes is None else max(0.0, 60.0 * minutes - (time.monotonic() - self.began))
 
     def _prepare_data(self, budget: int) -> PrepareReport:
         request = prepare_request(self.job, self.folder.path, budget - process_memory().peak - WATCH_BYTES)
@@ -303,7 +350,7 @@ class _Start:
         )
         return PrepareReport.parse(self._report, "data preparation")
 
-    def _check_disk(self, situation: Situation, head: Head | None) -> None:
+    def _check_disk(self, situation: Situation) -> None:
         """Refuse before step 1 what would fill the disk later."""
         predicted = self.plan.predicted
         if predicted is None:
@@ -312,7 +359,9 @@ class _Start:
         snapshots = 0
         if self.plan.checkpoint.snapshot_steps:
             snapshots = state // 2 * (self.plan.checkpoint.snapshots_kept + 1)
-        needed = (0 if head else state) + snapshots + 4 * situation.shape.numel
+        if self.job.checkpoint.save_best:
+            snapshots += state  # a new one is whole before the old one goes
+        needed = (0 if self._found.whole else state) + snapshots + 4 * situation.shape.numel
         free = situation.disk_free_bytes
         if needed > free:
             raise DiskError(
@@ -329,8 +378,14 @@ class _Start:
         elif name == "done":
             self._measured = event["measured"]
         elif name == "end":
-            self._peak = event.get("peak_bytes", 0)
+            self._peak = max(self._peak, event.get("peak_bytes", 0))
+        elif name == "phase":
+            self._phase = event["name"]
+        elif name == "start":
+            self.sinks.rewind()
         self.show.event(event)
+        if name in LOGGED:
+            self.sinks.follow()
 
     def finish(self) -> None:
         """Predicted beside measured, shown and kept in report.json."""
@@ -361,6 +416,15 @@ REPORTED = (
     "peak_ram_bytes",
 )
 """Terms of a prediction that a run measures."""
+
+
+def halved(micro_rows: tuple[int, ...]) -> tuple[int, ...]:
+    """Each micro-batch as two of half as many rows, in the same order."""
+    return tuple(part for rows in micro_rows for part in ((rows + 1) // 2, rows // 2) if part)
+
+
+def _rows(micro_rows: tuple[int, ...]) -> str:
+    return "+".join(map(str, micro_rows))
 
 
 def _child_variables(environment: Environment, plan: Plan) -> dict[str, str]:

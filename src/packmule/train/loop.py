@@ -1,37 +1,39 @@
-"""Loop: the life of a training child: load, steps, evaluations, samples, snapshots, export."""
+"""Loop: the life of a training child: load, steps, export, with looks between the steps."""
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from packmule.checkpoint.head import HEAD_NAME, Head, Progress
 from packmule.checkpoint.reader import StateReader
-from packmule.checkpoint.snapshots import restore, rotate, snapshot, snapshot_path, snapshots
+from packmule.checkpoint.snapshots import restore, snapshots
 from packmule.data.batches import Batches
 from packmule.data.prepared import open_data
 from packmule.data.tokenizer import TextTokenizer
 from packmule.engine.engine import Engine, Needs
 from packmule.engine.executor import Stopped
-from packmule.errors import DamagedFile, DiskError, RunFailed
+from packmule.errors import DamagedFile, DiskError, OutOfMemory, TimeIsUp
 from packmule.graph.model import PlannedModel
 from packmule.models.weights.export import ExportDtype, export_bytes, write_huggingface
 from packmule.models.weights.source import WeightSource
 from packmule.optim.adamw import Update
-from packmule.optim.schedules import learning_rate
-from packmule.spec.batch import Batch
-from packmule.spec.job import job_hash
+from packmule.optim.schedules import rates
+from packmule.spec.growth import rows_at, rows_before
+from packmule.spec.resume import job_hash
 from packmule.tiers.disk import PosixDisk, aligned_buffer
 from packmule.train.folder import Log, RunFolder
 from packmule.train.journal import Journal, JournaledStore
+from packmule.train.look import Looks, Reading, token_bytes_of
 from packmule.train.measured import Measured
-from packmule.train.memory import process_memory
+from packmule.train.memory import is_out_of_memory, memory_now, out_of_memory, unlimit_data
 from packmule.train.messages import Request, Sender
 from packmule.train.setup import costs_of, make_kernels, make_store
-from packmule.train.transfer import exporter, import_weights
+from packmule.train.stopping import stops
+from packmule.train.transfer import RunSource, exporter, import_weights
 
 PROGRESS_SECONDS = 0.2
 """Least time between two progress events of one phase."""
@@ -60,13 +62,16 @@ class Loop:
         self.store = self._make_store()
         data = open_data(folder.data)
         self.rows = Batches(data.store, data.train, self.plan.numerics.seed)
-        found = data.validation[0] if data.validation else None
-        self.validation = None if found is None else Batches(found.store, found.rows, 0)
-        self.tokenizer = TextTokenizer.from_folder(folder.model) if request.sample_ids else None
+        tokenizer = TextTokenizer.from_folder(folder.model) if request.sample_ids else None
+        known = token_bytes_of(folder) if data.validation else None
+        self.reading = Reading(data.validation, tokenizer, known)
         self.tokens = 0
         self.step = 0
         self.measured = Measured()
+        self._began = time.monotonic()
+        self._longest = 0.0
         self._journal: Journal | None = None
+        self._looks: Looks | None = None
         self._sent = 0.0
 
     def _make_store(self) -> JournaledStore:
@@ -81,6 +86,13 @@ class Loop:
         return self._journal
 
     @property
+    def looks(self) -> Looks:
+        """What is done between steps."""
+        if self._looks is None:
+            raise RuntimeError("nothing is looked at before the state is loaded")
+        return self._looks
+
+    @property
     def _commits_every_step(self) -> bool:
         """Whether leaving everything at once loses no more than the newest step."""
         return self.plan.placement.state == "disk" and self.plan.checkpoint.commit_steps == 1
@@ -91,7 +103,10 @@ class Loop:
         """Import or find the state; make the engine."""
         head = self._head()
         needs = Needs(self.request.mean_length, self.request.evaluation_rows, self.request.positions)
-        if head is None:
+        if head is None and self.request.begin_with:
+            self.sender.send("phase", name="load")
+            self._take_up(self._copy(Path(self.request.begin_with), "load"))
+        elif head is None:
             self._import()
         costs = costs_of(self.folder.read_hardware(), self.plan)
         self.engine = Engine(
@@ -113,7 +128,7 @@ class Loop:
             missing = DamagedFile(f"{self.folder.state / HEAD_NAME} is missing.", "restore it")
             head = self._restore(missing)
         if head is not None:
-            self.step, self.tokens = head.step, head.tokens
+            self._take_up(head)
         return head
 
     def _restore(self, damage: DamagedFile) -> Head:
@@ -124,21 +139,33 @@ class Loop:
             self.store.close()
             self.store = self._make_store()
             try:
-                with StateReader.open(self.disk, path, self.kernels.crc32c) as reader:
-                    buffer = aligned_buffer(reader.layout.chunk_bytes)
-                head = restore(self.store, path, buffer, self._report("restore"))
+                head = self._copy(path, "restore")
             except DamagedFile as another:
                 damage = another
                 continue
-            self.step, self.tokens = head.step, head.tokens
+            self._take_up(head)
             return head
         raise damage
+
+    def _take_up(self, head: Head) -> None:
+        self.step, self.tokens = head.step, head.tokens
+
+    def _copy(self, path: Path, phase: str) -> Head:
+        """Make the state in another folder this run's."""
+        with StateReader.open(self.disk, path, self.kernels.crc32c) as reader:
+            buffer = aligned_buffer(reader.layout.chunk_bytes)
+        return restore(self.store, path, buffer, self._report(phase))
 
     def _import(self) -> None:
         self.sender.send("phase", name="load")
         report = self._report("load")
         self.store.create_files()
-        with WeightSource.open(self.folder.model) as source:
+        if self.request.weights:
+            reader = StateReader.open(self.disk, Path(self.request.weights), self.kernels.crc32c)
+            opened: RunSource | WeightSource = RunSource(reader)
+        else:
+            opened = WeightSource.open(self.folder.model)
+        with opened as source:
             import_weights(self.store, self.shape, source, self._progress(0), report)
 
     def _report(self, phase: str) -> Callable[[int, int], None]:
@@ -149,23 +176,27 @@ class Loop:
             now = time.monotonic()
             if now - self._sent > PROGRESS_SECONDS or done == total:
                 self._sent = now
-                self.sender.send("progress", phase=phase, done=done, total=total, **self._memory())
+                self.sender.send("progress", phase=phase, done=done, total=total, **memory_now())
 
         return report
-
-    def _memory(self) -> dict[str, int]:
-        memory = process_memory()
-        return {"resident_bytes": memory.resident, "peak_bytes": memory.peak}
 
     def _progress(self, step: int) -> Progress:
         return Progress(
             step=step,
-            cursor=step * self.plan.numerics.rows,
+            cursor=self._cursor(step),
             tokens=self.tokens,
+            data=self.request.data_key,
+            data_cursor=self.request.data_cursor,
+            data_tokens=self.request.data_tokens,
             numerics=self.plan.numerics,
             job_hash=job_hash(self.job),
             model=self.folder.model_config(),
         )
+
+    def _cursor(self, step: int) -> int:
+        """Rows of all steps before `step`."""
+        numerics = self.plan.numerics
+        return rows_before(numerics.growth, numerics.rows, step)
 
     # The run
 
@@ -186,23 +217,61 @@ class Loop:
             self._restore(damage)
             self.engine.runtime.store = self.store
             self.engine.load(self.signals)
+        self._record()
         self._open_log()
         total = self.request.total_steps
-        self.sender.send("start", step=self.step, total=total, **self._memory())
+        self.sender.send("start", step=self.step, total=total, **memory_now())
         self._look_and_save(total)  # what a stop after the last commit left out
-        while self.step < total:
+        while self.step < total and not self._stops_early():
+            self._check_time()
             self._train_step(total)
             self._look_and_save(total)
         self._settle()
         self._look()
         self._export()
-        self.sender.send("done", step=self.step, measured=self.measured.summary(), **self._memory())
+        self.sender.send("done", step=self.step, measured=self.measured.summary(), **memory_now())
 
     def _open_log(self) -> None:
         log, every = Log(self.folder.log, self.step), self.job.logging.logging_steps
         self._journal = Journal(log, every)
         for text in log.notes(every):
             self.sender.send("note", text=text)
+        if self.request.changed:
+            log.write({"step": self.step, "changed": list(self.request.changed)})
+        self._looks = Looks(
+            self.request, self.job, self.reading, self.engine, log, self.sender, self.signals, self._report
+        )
+
+    def _record(self) -> None:
+        """What the run is trained with from here on is in HEAD before a step is."""
+        head, now = self.store.head, self._progress(self.step)
+        if head is not None and any(getattr(head, key) != getattr(now, key) for key in Progress.model_fields):
+            self.store.commit(now)
+
+    def _stops_early(self) -> bool:
+        if not stops(self.journal.log.entries, self.job.train):
+            return False
+        waited = self.job.train.early_stop_patience
+        self.sender.send(
+            "note",
+            text=f"Stopping early after step {self.step}: {waited} evaluations without improvement "
+            f"of {self.job.train.best_metric}.",
+        )
+        return True
+
+    def _check_time(self) -> None:
+        """Raise TimeIsUp where a step as long as the longest so far would not end in time. One step
+        at least is made in each start."""
+        limit = self.request.seconds
+        if limit is None or not self._longest:
+            return
+        if time.monotonic() - self._began + self._longest > limit:
+            self.engine.settle(self._progress(self.step))
+            raise TimeIsUp(
+                f"Stopped after step {self.step} of {self.request.total_steps}: "
+                f"`train.max_minutes` = {self.job.train.max_minutes:g} leaves no time for another.",
+                "the last commit is kept; the same command carries on from it",
+            )
 
     def _look_and_save(self, total: int) -> None:
         """Whatever is due at this step besides training, unless it is there already."""
@@ -222,26 +291,28 @@ class Loop:
     def _train_step(self, total: int) -> None:
         numerics, step, began = self.plan.numerics, self.step, time.monotonic()
         self.sender.send("phase", name="step")
-        ids = self.rows.row_ids(step, numerics.rows)
+        rows = rows_at(numerics.growth, numerics.rows, step)
+        ids = self.rows.row_ids_at(self._cursor(step) - self.request.data_cursor, rows)
         batches, start = [], 0
-        for count in numerics.micro_rows:
+        for count in numerics.cut(rows):
             batches.append(self.rows.micro_batch(ids[start : start + count]))
             start += count
         targets = self.rows.targets(ids)
-        rate = learning_rate(numerics.schedule, step)
+        rate = rates(numerics, step).learning_rate
         self.tokens += targets
         commit = (step + 1) % self.plan.checkpoint.commit_steps == 0 or step + 1 == total
         self.journal.begin(step + 1, rate, self.tokens, ids, began)
         try:
-            result = self.engine.step(
-                batches,
-                targets,
-                Update(step + 1, rate),
-                self._progress(step + 1),
-                commit,
-                stopping=self._stop_now,
-            )
-        except Stopped:
+            with self._running_out():
+                result = self.engine.step(
+                    batches,
+                    targets,
+                    Update(step + 1, rate),
+                    self._progress(step + 1),
+                    commit,
+                    stopping=self._stop_now,
+                )
+        except (Stopped, OutOfMemory):
             self.journal.drop()
             self.tokens -= targets
             # Nothing of this step has touched the state: what came before it can be kept.
@@ -250,17 +321,19 @@ class Loop:
             raise
         self.step = step + 1
         seconds = time.monotonic() - began
+        self._longest = max(self._longest, seconds)
         self.measured.add(result, seconds)
-        self.journal.end(result.loss, result.grad_norm)
+        outcome = result.outcome
+        self.journal.end(outcome)
         self.sender.send(
             "step",
             step=self.step,
-            loss=result.loss,
+            loss=outcome.loss,
             learning_rate=rate,
-            grad_norm=result.grad_norm,
+            grad_norm=outcome.grad_norm,
             seconds=seconds,
             tokens=sum(batch.tokens for batch in batches),
-            **self._memory(),
+            **memory_now(),
         )
         if self.signals():
             self.engine.settle(self._progress(self.step))
@@ -274,68 +347,32 @@ class Loop:
 
     def _before_commit(self, progress: Progress) -> None:
         if self._journal is not None:
-            self._journal.before_commit(progress.step, self._result)
+            self._journal.before_commit(progress.step, self.engine.runtime.state.outcome)
 
-    def _result(self) -> tuple[float, float]:
-        """Loss and gradient norm of the step under way, as Engine.step gives them, to the bit."""
-        state, total = self.engine.runtime.state, 0.0
-        for micro in sorted(state.losses):
-            total += state.losses[micro][0]
-        return total * state.scale, math.sqrt(state.square)
+    @contextmanager
+    def _running_out(self) -> Iterator[None]:
+        """An allocation that fails becomes an OutOfMemory, with the limit taken off so that the
+        state can still be written."""
+        try:
+            yield
+        except (MemoryError, RuntimeError) as error:
+            if not is_out_of_memory(error):
+                raise
+            unlimit_data()
+            raise out_of_memory(error) from None
 
     def _look(self) -> None:
-        """Evaluate and sample, with nothing pending, unless the log has it."""
+        """Evaluate and sample, with nothing pending, unless the log has it; keep the best step."""
         self._settle()
-        evaluates = self.validation is not None and self.request.evaluation_rows
-        if evaluates and not self.journal.log.has(self.step, "eval/loss"):
-            self.sender.send("phase", name="evaluation")
-            began = time.monotonic()
-            total, count = self.engine.evaluate(self._validation_batches(), self.signals)
-            loss = total / max(1, count)
-            if not math.isfinite(loss):
-                raise _not_finite(f"The held-out loss at step {self.step}")
-            entry = {"step": self.step, "eval/loss": loss, "eval/perplexity": _perplexity(loss)}
-            self.journal.log.write({**entry, "eval/targets": count})
-            self.sender.send(
-                "evaluation",
-                step=self.step,
-                loss=loss,
-                perplexity=_perplexity(loss),
-                seconds=time.monotonic() - began,
-                **self._memory(),
-            )
-        if self.tokenizer is not None and not self.journal.log.has(self.step, "sample"):
-            self.sender.send("phase", name="sample")
-            stop = frozenset((self.tokenizer.eos,))
-            try:
-                ids = list(self.engine.generate(self.request.sample_ids, stop, stopping=self.signals))
-            except ValueError:
-                raise _not_finite(f"The output of the model at step {self.step}") from None
-            text = self.tokenizer.decode(ids)
-            self.journal.log.write({"step": self.step, "sample": text})
-            self.sender.send("sample", step=self.step, text=text, **self._memory())
-
-    def _validation_batches(self) -> Iterator[list[Batch]]:
-        assert self.validation is not None
-        done, total = 0, self.request.evaluation_rows
-        report = self._report("evaluation")
-        for group in self.engine.evaluation_groups:
-            batches = []
-            for rows in group:
-                batches.append(self.validation.micro_batch(tuple(range(done, done + rows))))
-                done += rows
-            report(done, total)
-            yield batches
+        with self._running_out():
+            self.looks.evaluate(self.step)
+        self.looks.sample(self.step)
+        self.looks.keep_best(self.step)
 
     def _snapshot(self) -> None:
-        checksum = self.kernels.crc32c
-        if snapshot_path(self.folder.state, self.step) in snapshots(self.disk, self.folder.state, checksum):
-            return
-        self.sender.send("phase", name="snapshot")
-        self._settle()
-        path = snapshot(self.store, aligned_buffer(self.store.layout.chunk_bytes), self._report("snapshot"))
-        rotate(self.disk, self.folder.state, self.plan.checkpoint.snapshots_kept, checksum)
-        self.sender.send("snapshot", step=self.step, path=str(path))
+        if not self.looks.has_snapshot(self.step):
+            self._settle()
+            self.looks.snapshot(self.step, self.plan.checkpoint.snapshots_kept)
 
     def _export(self) -> None:
         self.sender.send("phase", name="export")
@@ -350,7 +387,7 @@ class Loop:
                 dtype,
                 self.folder.model,
             )
-        self.sender.send("export", path=str(self.folder.final), **self._memory())
+        self.sender.send("export", path=str(self.folder.final), **memory_now())
 
     def _check_room(self, path: Path, needed: int) -> None:
         """Say what is missing before anything is written."""
@@ -360,15 +397,3 @@ class Loop:
                 f"{path}: the disk is full: {needed:,} bytes to write, {free:,} bytes free.",
                 f"free at least {needed - free:,} bytes there, then run the same command",
             )
-
-
-def _not_finite(what: str) -> RunFailed:
-    return RunFailed(
-        f"{what} is not finite (NaN or infinity): the training has diverged, or the weights it began with "
-        "are broken.",
-        "start again in another --output-dir with a lower learning rate, or from whole weights",
-    )
-
-
-def _perplexity(loss: float) -> float:
-    return math.exp(min(loss, 700.0))

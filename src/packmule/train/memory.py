@@ -10,6 +10,8 @@ import resource
 from dataclasses import dataclass
 from pathlib import Path
 
+from packmule.errors import OutOfMemory
+
 _M_TRIM_THRESHOLD = -1
 _M_MMAP_MAX = -4
 _M_ARENA_MAX = -8
@@ -39,6 +41,12 @@ def process_memory(pid: int | str = "self") -> ProcessMemory:
         return int(words[0]) * 1024 if words else 0
 
     return ProcessMemory(size("VmRSS"), size("VmHWM"), size("VmData"))
+
+
+def memory_now() -> dict[str, int]:
+    """This process's memory as the fields of an event."""
+    memory = process_memory()
+    return {"resident_bytes": memory.resident, "peak_bytes": memory.peak}
 
 
 def tune_malloc() -> bool:
@@ -130,6 +138,26 @@ def unlimit_data() -> None:
     """Take `limit_data` back, so that a process that hit its limit can still say so."""
     _, hard = resource.getrlimit(resource.RLIMIT_DATA)
     resource.setrlimit(resource.RLIMIT_DATA, (hard, hard))
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an error is an allocation that malloc or torch could not make."""
+    return isinstance(error, MemoryError) or says_out_of_memory(str(error))
+
+
+def out_of_memory(error: BaseException) -> OutOfMemory:
+    """What such an error tells a user."""
+    first = (str(error).strip().splitlines() or [type(error).__name__])[0]
+    return OutOfMemory(
+        f"An allocation failed at the budget: {first} (this process held {process_memory().peak:,} bytes).",
+        "the last commit is kept; run the same command with a slightly larger --ram",
+    )
+
+
+def says_out_of_memory(text: str) -> bool:
+    """Whether the words of an error, or of a process that died of one, are those of an allocation
+    that malloc, torch or C++ could not make."""
+    return any(sign in text for sign in ("allocate memory", "bad_alloc", "can't start new thread"))
 
 
 def die_with_parent(parent: int) -> None:

@@ -21,9 +21,14 @@ class Request(Record):
         total_steps: of the run.
         sample_ids: the prompt, as token ids; empty: no samples.
         positions: of a generated text, prompt included.
-        evaluation_rows: validation rows to judge on; 0: none.
+        evaluation_rows: rows of each evaluation set to judge on, in the order of the data folder.
         mean_length: tokens per document, weighted by tokens.
         plan: how to evaluate or generate (training's is in the folder).
+        weights: the state that a fresh run takes its weights from; empty: what model/ says.
+        begin_with: the state of another run that this one begins with; empty: none.
+        data_key, data_cursor, data_tokens: as in a commit.
+        seconds: after which no further step is begun; null: no limit.
+        changed: what differs from the run so far, as sentences for the log.
     """
 
     work: Literal["train", "evaluate", "generate"]
@@ -34,12 +39,19 @@ class Request(Record):
     total_steps: int = 0
     sample_ids: tuple[int, ...] = ()
     positions: int = 0
-    evaluation_rows: int = 0
+    evaluation_rows: tuple[int, ...] = ()
     mean_length: float = 1.0
     temperature: float = 0.0
     top_p: float = 1.0
     seed: int = 0
     plan: dict[str, Any] | None = None
+    weights: str = ""
+    begin_with: str = ""
+    data_key: str = ""
+    data_cursor: int = 0
+    data_tokens: int = 0
+    seconds: float | None = None
+    changed: tuple[str, ...] = ()
 
 
 class Sender:

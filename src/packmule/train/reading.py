@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from packmule.checkpoint.reader import StateReader
-from packmule.data.batches import Batches
 from packmule.data.prepared import open_data
 from packmule.data.tokenizer import TextTokenizer
 from packmule.engine.engine import Engine, Needs
 from packmule.engine.executor import Stopped
-from packmule.errors import ConfigError, RunFailed
+from packmule.errors import RunFailed
 from packmule.graph.model import PlannedModel
-from packmule.spec.batch import Batch
 from packmule.spec.plan import Plan
 from packmule.tiers.disk import PosixDisk
 from packmule.train.folder import RunFolder
+from packmule.train.look import evaluation_batches, token_bytes_of
 from packmule.train.memory import limit_data, untouched_bytes
 from packmule.train.messages import Request, Sender
 from packmule.train.setup import costs_of, make_kernels
@@ -40,31 +37,24 @@ def _engine(request: Request, folder: RunFolder, signals: Any) -> Engine:
 
 
 def evaluate(request: Request, folder: RunFolder, sender: Sender, signals: Any) -> None:
-    """Loss over `evaluation_rows` validation rows; sends one "evaluation" event."""
-    data = open_data(Path(request.data))
-    if not data.validation:
-        raise ConfigError("The run has no validation data.", "give text with --dataset, or set data.val_size")
-    batches = Batches(data.validation[0].store, data.validation[0].rows, 0)
+    """Sums over `evaluation_rows` rows of each set; sends one "evaluation" event per set."""
+    sets = open_data(Path(request.data)).validation
     engine = _engine(request, folder, signals)
+    known = token_bytes_of(folder)
 
-    def groups() -> Iterator[list[Batch]]:
-        done = 0
-        for group in engine.evaluation_groups:
-            found = []
-            for count in group:
-                found.append(batches.micro_batch(tuple(range(done, done + count))))
-                done += count
-            sender.send("progress", phase="evaluation", done=done, total=request.evaluation_rows)
-            yield found
+    def report(done: int, total: int) -> None:
+        sender.send("progress", phase="evaluation", done=done, total=total)
 
     try:
-        total, count = engine.evaluate(groups(), signals)
+        for part, rows in zip(sets, request.evaluation_rows, strict=True):
+            if not rows:
+                continue
+            tally = engine.evaluate(evaluation_batches(engine, part, rows, report), signals, known)
+            sender.send("evaluation", set=part.name, rows=rows, targets=tally.targets, **tally.metrics())
     except Stopped:
         raise signals.error() from None
     finally:
         engine.close()
-    loss = total / max(1, count)
-    sender.send("evaluation", loss=loss, perplexity=math.exp(min(loss, 700.0)), targets=count)
 
 
 def generate(request: Request, folder: RunFolder, sender: Sender, signals: Any) -> None:

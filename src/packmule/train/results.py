@@ -16,6 +16,8 @@ class Evaluation(Record):
         loss: mean over the targets, in nats.
         perplexity: its exponential.
         targets: tokens that carried loss.
+        accuracy: share of them whose logit was the highest; None where the head gives losses only.
+        bits_per_byte: loss per UTF-8 byte of text, in bits; None where the tokenizer does not say.
     """
 
     step: int
@@ -23,6 +25,8 @@ class Evaluation(Record):
     loss: float
     perplexity: float
     targets: int
+    accuracy: float | None = None
+    bits_per_byte: float | None = None
 
     def __str__(self) -> str:
         return (

@@ -16,6 +16,7 @@ from packmule.plan.table import Table
 from packmule.probe import explain as explain_hardware
 from packmule.spec.units import format_bytes, format_seconds
 from packmule.train.data import data_tables
+from packmule.train.folder import HELD_OUT, perplexities
 from packmule.train.memory import process_memory
 from packmule.train.tables import print_tables, wrapped
 
@@ -136,12 +137,17 @@ class Show:
             self._print()
             self._print(f"resuming after step {step} of {total}" if step else f"starting: {total} steps")
 
-    def complete(self, step: int, final: Path, log: Iterable[Mapping[str, Any]]) -> None:
+    def note(self, text: str) -> None:
+        """Something a user should know."""
+        self.event({"event": "note", "text": text})
+
+    def complete(self, step: int, total: int, final: Path, log: Iterable[Mapping[str, Any]]) -> None:
         """Nothing is left to do."""
         if self._json:
             self._emit({"event": "complete", "step": step, "path": str(final)})
             return
-        self._print(f"The run is complete: all {step} steps are done. Nothing to do.")
+        done = f"all {step} steps are done" if step >= total else f"it stopped early after step {step}"
+        self._print(f"The run is complete: {done}. Nothing to do.")
         self._results(final, log)
 
     # The child's events
@@ -189,10 +195,16 @@ class Show:
             self._print(f"{where}  {numbers}" + (f"  ETA {left}" if step < self._total else ""))
 
     def _on_evaluation(self, event: Mapping[str, Any]) -> None:
-        self._print(
-            f"step {event['step']}: held-out loss {event['loss']:.4f}, perplexity {event['perplexity']:.3f} "
-            f"({format_seconds(event['seconds'])})"
-        )
+        figures = [
+            f"{'held-out' if event['set'] == HELD_OUT else event['set']} loss {event['loss']:.4f}",
+            f"perplexity {event['perplexity']:.3f}",
+        ]
+        if "accuracy" in event:
+            figures.append(f"accuracy {event['accuracy']:.1%}")
+        if "bits_per_byte" in event:
+            figures.append(f"{event['bits_per_byte']:.4f} bits per byte")
+        took = format_seconds(event["seconds"])
+        self._print(f"step {event['step']}: {', '.join(figures)} ({took})")
 
     def _on_sample(self, event: Mapping[str, Any]) -> None:
         self._print(f"step {event['step']}: a sample, the prompt in brackets")
@@ -244,18 +256,13 @@ class Show:
 
     def _results(self, final: Path, log: Iterable[Mapping[str, Any]]) -> None:
         """Perplexity before and after, and where the model is."""
-        found = [entry for entry in log if "eval/perplexity" in entry]
-        rows = [("model", f"{final} (Hugging Face format)")]
-        if len(found) > 1:
-            first, last = found[0], found[-1]
-            rows.insert(
-                0,
-                (
-                    "held-out perplexity",
-                    f"{first['eval/perplexity']:.3f} at step {first['step']}, "
-                    f"{last['eval/perplexity']:.3f} at step {last['step']}",
-                ),
-            )
+        rows = []
+        for name, found in perplexities(log).items():
+            if len(found) > 1:
+                (first, before), (last, after) = found[0], found[-1]
+                told = f"{before:.3f} at step {first}, {after:.3f} at step {last}"
+                rows.append((f"{'held-out' if name == HELD_OUT else name} perplexity", told))
+        rows.append(("model", f"{final} (Hugging Face format)"))
         self._tables([Table("result", tuple(rows))], always=True)
 
     # Output

@@ -20,11 +20,14 @@ from packmule.probe import load as load_hardware
 from packmule.shapes.bodies import dtypes
 from packmule.shapes.model import ModelShape
 from packmule.spec.environment import Environment
+from packmule.spec.growth import steps_for
 from packmule.spec.hardware import Hardware
 from packmule.spec.job import Job
 from packmule.spec.plan import CheckpointPlan, Numerics, OptimizerNumerics, ScheduleNumerics
 from packmule.spec.units import format_bytes
+from packmule.train.folder import HELD_OUT, RunFolder
 from packmule.train.memory import process_memory
+from packmule.train.stopping import check_metric
 
 RESERVE = 14 << 20
 """What the parent may still grow by while it plans (M: 11 MB for 3400 tasks) and watches."""
@@ -48,8 +51,11 @@ UNKNOWN_MEAN_LENGTH_SHARE = 0.5
 """Without data, documents are taken to be half a row long on average."""
 
 
-def total_steps(job: Job, report: PrepareReport | None) -> int:
+def total_steps(job: Job, report: PrepareReport | None, cursor: int = 0, tokens: int = 0) -> int:
     """Optimizer steps of the whole run.
+
+    Args:
+        cursor, tokens: rows and targets of the steps before the first of this data.
 
     Raises:
         ConfigError: it follows from the data, and there is none.
@@ -58,14 +64,14 @@ def total_steps(job: Job, report: PrepareReport | None) -> int:
     if train.max_steps is not None:
         return train.max_steps
     if report is None:
-        if train.max_tokens is not None:
-            return max(1, math.ceil(train.max_tokens / (train.global_batch_size * train.max_seq_length)))
-        return 1000  # only the length of the run depends on it
-    rows = report.train.rows
-    if train.max_tokens is not None:
-        per_row = report.train.targets / rows
-        return max(1, math.ceil(train.max_tokens / (per_row * train.global_batch_size)))
-    return max(1, math.ceil((train.epochs or 1.0) * rows / train.global_batch_size))
+        if train.max_tokens is None:
+            return 1000  # only the length of the run depends on it
+        wanted = train.max_tokens / train.max_seq_length
+    elif train.max_tokens is not None:
+        wanted = cursor + max(0, train.max_tokens - tokens) * report.train.rows / report.train.targets
+    else:
+        wanted = cursor + (train.epochs or 1.0) * report.train.rows
+    return steps_for(job.growth, train.global_batch_size, math.ceil(wanted))
 
 
 def make_numerics(job: Job, hardware: Hardware, steps: int) -> Numerics:
@@ -77,6 +83,7 @@ def make_numerics(job: Job, hardware: Hardware, steps: int) -> Numerics:
         precision=precision,
         products=hardware.wider_product(precision),
         micro_rows=(train.global_batch_size,),
+        growth=job.growth,
         max_seq_length=train.max_seq_length,
         loss_chunk=512,
         clip=optim.max_grad_norm,
@@ -85,6 +92,8 @@ def make_numerics(job: Job, hardware: Hardware, steps: int) -> Numerics:
             beta2=optim.adam_beta2,
             eps=optim.adam_epsilon,
             weight_decay=optim.weight_decay,
+            decay_on=optim.weight_decay_on,
+            decay_embedding=optim.weight_decay_embedding,
         ),
         schedule=ScheduleNumerics(
             kind=optim.lr_scheduler,
@@ -92,6 +101,10 @@ def make_numerics(job: Job, hardware: Hardware, steps: int) -> Numerics:
             minimum=optim.min_lr,
             warmup_steps=optim.warmup(steps),
             total_steps=steps,
+            decay_steps=optim.decay(steps),
+            decay_shape=optim.decay_shape if optim.lr_scheduler == "wsd" else "linear",
+            scaling=optim.lr_scaling,
+            base_rows=optim.lr_base_batch_size or 0,
         ),
         seed=train.seed,
         threads=threads,
@@ -132,10 +145,12 @@ def make_situation(
     mean = length * UNKNOWN_MEAN_LENGTH_SHARE if report is None else report.train.mean_length_by_token
     train, checkpoint = job.train, job.checkpoint
     if report is None:
-        held_out = job.data.val_size or job.data.val_path
-        validation = (train.eval_rows or UNKNOWN_EVALUATION_ROWS) if held_out else 0
+        names = len(job.data.val_path) if job.data.val_path else int(bool(job.data.val_size))
+        evaluations = (train.eval_rows or UNKNOWN_EVALUATION_ROWS,) * names
     else:
-        validation = report.validation[0].rows.rows if report.validation else 0
+        evaluations = tuple(
+            min(part.rows.rows, train.eval_rows or part.rows.rows) for part in report.validation
+        )
     return Situation(
         shape=shape,
         hardware=hardware,
@@ -154,7 +169,7 @@ def make_situation(
         ),
         commit_auto=checkpoint.commit_steps == "auto",
         mean_length=mean,
-        evaluation_rows=min(validation, train.eval_rows or validation),
+        evaluation_rows=evaluations,
         sample_tokens=positions,
         disk_free_bytes=hardware.disks[0].free_bytes,
         total_steps=numerics.schedule.total_steps,
@@ -219,11 +234,19 @@ def with_own_memory(situation: Situation, tokenizer: int, growth: int = RESERVE)
     return replace(situation, hardware=changed)
 
 
+def model_folder(model: str | Path) -> Path:
+    """Where a model's config and tokenizer lie: of a run or snapshot, in its model/."""
+    path = Path(model).expanduser()
+    run = RunFolder.at(path)
+    return path if run is None else run.model
+
+
 def shape_of(model: Path) -> ModelShape:
     """The architecture of a model that is not prepared yet."""
     from packmule.data.gguf import read_gguf
     from packmule.data.gguf_config import gguf_config
 
+    model = model_folder(model)
     if model.is_dir():
         path = model / "config.json"
         try:
@@ -260,17 +283,21 @@ def refuse_unoffered(job: Job) -> None:
     Raises:
         ConfigError: names the key.
     """
+    if job.train.early_stop_patience is not None or job.checkpoint.save_best:
+        check_metric(job.train.best_metric, evaluation_names(job))
     if job.train.update == "on-backward" and job.optim.max_grad_norm:
         raise ConfigError(
             "`train.update` = 'on-backward' updates a block before the global gradient norm is known, "
             f"and `optim.max_grad_norm` = {job.optim.max_grad_norm:g} clips by that norm.",
             "use `--update on-fetch`, or no clipping: `--max-grad-norm 0`",
         )
-    if job.checkpoint.resume not in ("auto", "never"):
-        raise ConfigError(
-            f"`checkpoint.resume` = {job.checkpoint.resume!r}: starting from another folder is not offered.",
-            "use `auto`, which carries on from the output folder's last commit, or `never`",
-        )
+
+
+def evaluation_names(job: Job) -> list[str]:
+    """Names of the sets that a job evaluates on."""
+    if job.data.val_path:
+        return [part.name for part in job.data.val_path]
+    return [HELD_OUT] if job.data.val_size else []
 
 
 def check_inputs(job: Job) -> None:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from types import TracebackType
+from typing import Protocol, Self
 
 import numpy as np
 
 from packmule.checkpoint.head import Progress
 from packmule.checkpoint.reader import StateReader
 from packmule.checkpoint.store import StateStore
-from packmule.models.weights.source import WeightSource
+from packmule.errors import DataError
 from packmule.shapes.layout import ITEMSIZE
 from packmule.shapes.model import Block, ModelShape, Parameter
 from packmule.tiers.disk import aligned_buffer
@@ -19,8 +21,66 @@ Report = Callable[[int, int], None]
 _NUMPY = {"float32": np.float32, "float64": np.float64}
 
 
+class Source(Protocol):
+    """Where weights come from: packmule.models.weights.source.WeightSource, or a RunSource."""
+
+    def check(self, shape: ModelShape) -> None:
+        """Whether every parameter is there; raises DataError."""
+
+    def chunks(
+        self, block: Block, parameter: Parameter, chunk_bytes: int
+    ) -> Iterator[tuple[int, np.ndarray]]:
+        """(index of the first element, elements) of each piece of a parameter, in order."""
+
+
+class RunSource:
+    """The master weights of another run's commit, verified as they are read. A context manager.
+
+    Args:
+        reader: of that commit; closed at the end.
+    """
+
+    def __init__(self, reader: StateReader) -> None:
+        self._reader = reader
+        self._tensors = exporter(reader)
+
+    def check(self, shape: ModelShape) -> None:
+        """Whether the commit is of this architecture.
+
+        Raises:
+            DataError: a block or tensor is missing, of another shape, or not of this model.
+        """
+        found = [
+            [(entry.name, entry.shape) for entry in block.tensors.entries]
+            for block in self._reader.layout.blocks
+        ]
+        wanted = [[(p.name, p.shape) for p in block.parameters] for block in shape.blocks()]
+        if found != wanted:
+            raise DataError(
+                f"{self._reader.folder} does not hold the weights of its own model's architecture.",
+                "give a run or snapshot whose files belong together",
+            )
+
+    def chunks(
+        self, block: Block, parameter: Parameter, chunk_bytes: int
+    ) -> Iterator[tuple[int, np.ndarray]]:
+        """As Source; the pieces are the commit's chunks."""
+        first = 0
+        for values in self._tensors(block, parameter):
+            yield first, values
+            first += len(values)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._reader.close()
+
+
 def import_weights(
-    store: StateStore, shape: ModelShape, source: WeightSource, progress: Progress, report: Report
+    store: StateStore, shape: ModelShape, source: Source, progress: Progress, report: Report
 ) -> None:
     """Fill every block's slot 0: masters from the source, moments zero; commit step 0.
 
@@ -48,7 +108,7 @@ def import_weights(
     store.commit(progress)
 
 
-def _master_chunks(store: StateStore, block: Block, source: WeightSource) -> Iterator[memoryview]:
+def _master_chunks(store: StateStore, block: Block, source: Source) -> Iterator[memoryview]:
     """The master plane of a block in the store's chunks; what lies between tensors is zero."""
     layout = store.layout
     tensors = layout.blocks[block.index].tensors

@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import packmule.errors
-from packmule.errors import Interrupted, PackmuleError, RunFailed
+from packmule.errors import Interrupted, OutOfMemory, PackmuleError, RunFailed
+from packmule.train.memory import says_out_of_memory
 from packmule.train.messages import parse_event
 
 OnEvent = Callable[[dict[str, Any]], None]
@@ -214,7 +215,8 @@ def explain_death(code: int, stderr: str, out_of_memory: int = 0) -> PackmuleErr
         )
     if code < 0:
         name = signal.Signals(-code).name
-        return RunFailed(f"The training process was ended by {name}.{_tail(stderr)}", _AGAIN)
+        kind = OutOfMemory if says_out_of_memory(stderr) else RunFailed
+        return kind(f"The training process was ended by {name}.{_tail(stderr)}", _AGAIN)
     return _Bug(f"The training process ended with code {code}.{_tail(stderr)}", _AGAIN)
 
 

@@ -67,7 +67,7 @@ def test_child_writes_model_and_data_and_reports_without_torch(request_of: dict[
     assert report["train_fill_percent"] == pytest.approx(100 * data.train.meta.fill)
     names = {path.name for path in (out / "model").iterdir()}
     tokenizer = {"tokenizer.json", "tokenizer_config.json"}
-    assert names == tokenizer | {"config.json", "generation_config.json", "weights.json"}
+    assert names == tokenizer | {"config.json", "generation_config.json", "weights.json", "token_bytes.bin"}
     assert json.loads((out / "model" / "generation_config.json").read_text())["eos_token_id"] == 2
 
 

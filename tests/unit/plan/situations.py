@@ -89,7 +89,7 @@ def make_situation(rng: random.Random) -> Situation:
         checkpoint=CheckpointPlan(commit_steps=1, snapshot_steps=None),
         commit_auto=True,
         mean_length=numerics.max_seq_length * rng.uniform(0.2, 1.0),
-        evaluation_rows=rng.choice((0, 3)),
+        evaluation_rows=rng.choice(((), (3,), (5, 2))),
         sample_tokens=rng.choice((0, 7)),
         disk_free_bytes=1 << 40,
         total_steps=10,

@@ -8,7 +8,7 @@ import pytest
 from pydantic import ValidationError
 
 from packmule.errors import ConfigError
-from packmule.spec.job import SECTIONS, Job, Model, changed_promises, job_hash, load_job, promises
+from packmule.spec.job import SECTIONS, Job, load_job
 
 
 def job(**sections: dict[str, Any]) -> Job:
@@ -51,7 +51,12 @@ BAD_FIELDS = (
     ("hardware", "ram", 0, "2.2GB"),
     ("hardware", "threads", "all", "`auto` or a whole number"),
     ("hardware", "state", "gpu", "'disk'"),
-    ("logging", "report_to", "wandb", "only `jsonl`"),
+    ("logging", "report_to", "mlflow", "tensorboard, wandb, trackio"),
+    ("optim", "decay_ratio", 1.5, "less than or equal to 1"),
+    ("optim", "lr_scaling", "cubic", "'sqrt'"),
+    ("optim", "weight_decay_on", "layers", "'all'"),
+    ("train", "early_stop_patience", 0, "greater than or equal to 1"),
+    ("train", "max_minutes", 0, "greater than 0"),
     ("logging", "logging_steps", 0, "greater than or equal to 1"),
 )
 
@@ -112,6 +117,12 @@ def test_the_third_batch_size_follows_from_two(given: dict[str, int], expected: 
         ({"train": {"max_tokens": 3, "epochs": 1}}, "`train.max_tokens` = 3"),
         ({"optim": {"warmup_steps": 3, "warmup_ratio": 0.1}}, "warm up"),
         ({"optim": {"min_lr": 1.0}}, "`optim.min_lr` = 1.0 is above"),
+        ({"optim": {"lr_scheduler": "wsd", "decay_steps": 3, "decay_ratio": 0.1}}, "last phase"),
+        ({"optim": {"decay_steps": 3}}, "'cosine' has no last phase"),
+        ({"optim": {"batch_warmup_steps": 3}}, "belong together"),
+        ({"optim": {"batch_warmup_steps": 3, "batch_warmup_rows": 8}}, "nothing to grow to"),
+        ({"optim": {"batch_warmup_steps": 2, "batch_warmup_rows": 1}}, "doubles 3 times"),
+        ({"train": {"early_stop_patience": 2}}, "`train.eval_steps`"),
     ],
 )
 def test_fields_that_contradict_each_other_are_refused(sections: dict[str, Any], named: str) -> None:
@@ -192,48 +203,28 @@ def test_the_resolved_job_reads_back_equal() -> None:
     assert Job.parse_json(first.to_json(), "job.json") == first
 
 
-FREE = {
-    "train": {
-        "micro_batch_size": 2,
-        "recompute": True,
-        "output_dir": "x",
-        "update": "on-fetch",
-        "eval_steps": 3,
-    },
-    "checkpoint": {"save_steps": 5},
-    "hardware": {"ram": "1GB", "state": "disk", "threads": 3},
-    "logging": {"logging_steps": 7, "run_name": "r"},
-}
+def test_the_last_phase_of_wsd_is_a_tenth_unless_told() -> None:
+    assert job(optim={"lr_scheduler": "wsd"}).optim.decay(101) == 11
+    assert job(optim={"lr_scheduler": "warmup_stable_decay", "decay_ratio": 0.5}).optim.decay(101) == 51
+    assert job(optim={"lr_scheduler": "wsd", "decay_steps": 7}).optim.decay(101) == 7
+    assert job().optim.decay(101) == 0
 
 
-@pytest.mark.parametrize(("section", "key"), [(s, k) for s, keys in FREE.items() for k in keys])
-def test_what_may_change_on_resume_leaves_the_hash_alone(section: str, key: str) -> None:
-    assert job_hash(job(**{section: {key: FREE[section][key]}})) == job_hash(job())
+@pytest.mark.parametrize("name", ["loss", "eval_loss", "eval/loss", " eval_loss "])
+def test_metrics_have_the_names_of_other_tools(name: str) -> None:
+    assert job(train={"best_metric": name}).train.best_metric == "eval/loss"
 
 
 @pytest.mark.parametrize(
-    ("section", "key", "value"),
+    ("given", "expected"),
     [
-        ("train", "seed", 1),
-        ("train", "global_batch_size", 4),
-        ("train", "max_seq_length", 256),
-        ("train", "max_steps", 9),
-        ("optim", "learning_rate", 1e-3),
-        ("optim", "adam_beta1", 0.8),
-        ("data", "path", "other"),
-        ("data", "val_size", 0.1),
-        ("model", "init", "random"),
+        ("none", ()),
+        (None, ()),
+        ("jsonl", ()),
+        ("wandb", ("wandb",)),
+        ("tensorboard, wandb", ("tensorboard", "wandb")),
+        (["trackio", "jsonl", "trackio"], ("trackio",)),
     ],
 )
-def test_a_broken_promise_changes_the_hash_and_is_named(section: str, key: str, value: object) -> None:
-    fields = {"path": "m", key: value} if section == "model" else {key: value}
-    before, after = job(), job(**{section: fields})
-    assert job_hash(after) != job_hash(before)
-    assert any(line.startswith(f"`{section}.{key}` was ") for line in changed_promises(before, after))
-    assert changed_promises(before, before) == []
-
-
-def test_a_moved_folder_is_the_same_folder() -> None:
-    before, after = Job(model=Model(path="/a/m")), Job(model=Model(path="../b/m"))
-    assert job_hash(before) == job_hash(after)
-    assert promises(before)["model.path"] == "m"
+def test_sinks_are_a_list_and_jsonl_goes_without_saying(given: object, expected: tuple[str, ...]) -> None:
+    assert job(logging={"report_to": given}).logging.report_to == expected

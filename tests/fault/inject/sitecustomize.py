@@ -1,0 +1,62 @@
+"""Makes a training child run out of memory; on the path of a test's processes only.
+
+OUT_OF_MEMORY is a JSON object: `how` ("error": as torch says it; "limit": an allocation that the
+process's own limit refuses; "abort": as C++ dies of it), `rows` (micro-batches of more rows fail),
+`step` (of this process, from 1 on) and `bytes` (per row, for "limit").
+"""
+
+from __future__ import annotations
+
+import importlib.abc
+import importlib.machinery
+import json
+import os
+import sys
+
+TARGET = "packmule.engine.bodies"
+ORDER = json.loads(os.environ.get("OUT_OF_MEMORY", "null"))
+
+
+class _Finder(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path, target=None):  # type: ignore[no-untyped-def]
+        if name != TARGET:
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.machinery.PathFinder.find_spec(name, path)
+        execute = spec.loader.exec_module
+
+        def exec_module(module):  # type: ignore[no-untyped-def]
+            execute(module)
+            _spoil(module)
+
+        spec.loader.exec_module = exec_module
+        return spec
+
+
+def _spoil(module):  # type: ignore[no-untyped-def]
+    kind = module.TaskKind.LAYER_BACKWARD
+    body, steps = module.BODIES[kind], []
+
+    def spoiled(runtime, task):  # type: ignore[no-untyped-def]
+        if task.micro == 0 and task.block == len(runtime.model.blocks) - 2:
+            steps.append(task)
+        rows = runtime.model.plan.numerics.micro_rows[task.micro]
+        if len(steps) >= ORDER["step"] and task.block == 1:
+            if ORDER["how"] == "limit":
+                import torch
+
+                torch.empty(rows * ORDER["bytes"], dtype=torch.uint8)
+            elif rows > ORDER["rows"]:
+                if ORDER["how"] == "abort":
+                    os.write(2, b"terminate called after throwing an instance of 'std::bad_alloc'\n")
+                    os.abort()
+                raise RuntimeError(
+                    "DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes."
+                )
+        body(runtime, task)
+
+    module.BODIES[kind] = spoiled
+
+
+if ORDER:
+    sys.meta_path.insert(0, _Finder())
