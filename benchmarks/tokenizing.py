@@ -1,6 +1,6 @@
 """Tokenizing throughput of data preparation beside that of the tokenizers library alone.
 
-    python benchmarks/tokenize.py [MODEL] [MEGABYTES]
+    python benchmarks/tokenizing.py [MODEL] [MEGABYTES]
 
 Text is the standard library's source as one JSON record per file of it, repeated; MODEL a .gguf file or a
 folder with a tokenizer (default: models/smollm2-135m-instruct.gguf; where that is missing, a byte-level BPE
