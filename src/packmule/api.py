@@ -23,6 +23,7 @@ from packmule.spec.job import Job
 from packmule.spec.plan import Plan
 from packmule.spec.units import format_bytes, parse_bytes
 from packmule.train import commands
+from packmule.train.export import export as write_export
 from packmule.train.folder import RunFolder, read_log
 from packmule.train.jobs import JobLike, job_of
 from packmule.train.launch import Planned as Planned
@@ -30,6 +31,7 @@ from packmule.train.launch import make_plan
 from packmule.train.launch import train as launch
 from packmule.train.results import Checked
 from packmule.train.results import Evaluation as Evaluation
+from packmule.train.results import Exported as Exported
 from packmule.train.show import progress_line
 
 Paths = str | os.PathLike[str]
@@ -245,17 +247,32 @@ class Run:
             ram_bytes=None if ram is None else parse_bytes(ram),
         )
 
-    def export(self, output: Paths, *, dtype: str = "bfloat16") -> Path:
+    def export(
+        self,
+        output: Paths,
+        *,
+        dtype: str | None = None,
+        prune_vocab: bool = False,
+        corpus: Paths | Sequence[Paths] = (),
+    ) -> Exported:
         """Write the weights for other tools; checksums are verified on the way.
 
         Args:
-            output: a folder that does not exist yet.
-            dtype: "bfloat16" or "float32".
-
-        Returns:
-            `output`.
+            output: a folder, or a file whose name ends in .gguf; not there yet.
+            dtype: by default bfloat16 in a folder, float16 in a .gguf file; also float32, and q8_0 in
+                the latter.
+            prune_vocab: leave out the tokens that `corpus`, by default the run's data, does not use.
+            corpus: files, folders or globs.
         """
-        return commands.export(self.path, Path(output), read_environment(), dtype=dtype)
+        chosen = [corpus] if isinstance(corpus, str | os.PathLike) else corpus
+        return write_export(
+            self.path,
+            Path(output),
+            read_environment(),
+            dtype=dtype,
+            prune_vocab=prune_vocab,
+            corpus=tuple(map(os.fspath, chosen)),
+        )
 
     def verify(self) -> dict[str, Checked]:
         """Compare everything on disk with its checksums.

@@ -100,7 +100,9 @@ def test_an_export_in_float32_gives_transformers_the_very_weights(trained: Done,
     torch = pytest.importorskip("torch")
     transformers = pytest.importorskip("transformers")
     done = bench.run("export", "run", "exact", "--dtype", "float32", "--json").succeeded()
-    assert done.json == {"output": "exact"}
+    size = (bench.folder / "exact" / "model.safetensors").stat().st_size
+    assert (done.json["output"], done.json["dtype"]) == ("exact", "float32")
+    assert 0 < size - done.json["weight_bytes"] < 4096
     oracle = transformers.AutoModelForCausalLM.from_pretrained(bench.folder / "exact", dtype=torch.float32)
     own = transformers.AutoModelForCausalLM.from_pretrained(
         bench.folder / "run" / "final", dtype=torch.float32
@@ -145,8 +147,9 @@ def test_an_export_of_a_snapshot_differs_from_the_runs(trained: Done, bench: Ben
 
 def test_an_export_never_overwrites_and_offers_no_other_formats(trained: Done, bench: Bench) -> None:
     assert "exists already" in bench.run("export", "run", "model").refused()
-    assert "not offered yet" in bench.run("export", "run", "model.gguf").refused()
-    assert "use bfloat16 or float32" in bench.run("export", "run", "new", "--dtype", "int4").refused()
+    assert "use bfloat16, float16, float32" in bench.run("export", "run", "new", "--dtype", "int4").refused()
+    assert "for .gguf files" in bench.run("export", "run", "new", "--dtype", "q8_0").refused()
+    assert "without `--prune-vocab`" in bench.run("export", "run", "new", "--corpus", "text.jsonl").refused()
     assert not (bench.folder / "new").exists()
 
 

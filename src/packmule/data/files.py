@@ -70,6 +70,28 @@ def atomic_folder(target: Path) -> Iterator[Path]:
         raise
 
 
+@contextmanager
+def atomic_file(target: Path) -> Iterator[Path]:
+    """A temporary sibling path that becomes the file `target` when the body ends without an error.
+
+    It is synced before the rename, so a crash leaves either the whole file or what was there before.
+
+    Raises:
+        DiskError: see `disk_errors`.
+    """
+    temporary = target.with_name(target.name + ".partial")
+    try:
+        with disk_errors(target):
+            target.parent.mkdir(parents=True, exist_ok=True)
+            yield temporary
+            sync(temporary)
+            temporary.rename(target)
+            sync(target.parent)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+
+
 def sync(path: Path) -> None:
     """fsync a file or a folder."""
     descriptor = os.open(path, os.O_RDONLY)

@@ -9,12 +9,14 @@ from __future__ import annotations
 import struct
 from collections.abc import Collection
 from dataclasses import dataclass
+from itertools import pairwise
 from math import prod
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 
+from packmule.data.files import Reader
 from packmule.errors import DataError
 
 _SCALARS = {
@@ -23,6 +25,9 @@ _SCALARS = {
 }  # fmt: skip
 _BOOL, _STRING, _ARRAY = 7, 8, 9
 _MAX_DIMENSIONS = 4
+MAX_HEADER_BYTES = 1 << 26
+"""Bounds, several times what the largest vocabularies need, on what a damaged header can allocate."""
+_MAX_KEYS, _MAX_TENSORS, _MAX_STRING_BYTES, _MAX_ARRAY = 1 << 16, 1 << 20, 1 << 24, 1 << 22
 _WHOLE = ("the file is truncated or damaged; get it again",)
 
 
@@ -85,7 +90,8 @@ def read_gguf(path: Path, arrays: Collection[str] = ()) -> GgufHeader:
         arrays: the keys whose arrays are kept; others are skipped to save memory.
 
     Raises:
-        DataError: not a GGUF file of version 2 or 3, split over several files, or damaged.
+        DataError: not a GGUF file of version 2 or 3, split over several files, damaged, or with a
+            header beyond MAX_HEADER_BYTES.
     """
     try:
         size = path.stat().st_size
@@ -93,6 +99,22 @@ def read_gguf(path: Path, arrays: Collection[str] = ()) -> GgufHeader:
             return _Parser(path, file, size).header(frozenset(arrays))
     except OSError as error:
         raise DataError(f"cannot read {path}: {error.strerror}.", "check the path") from None
+
+
+def read_vector(header: GgufHeader, name: str) -> np.ndarray:
+    """A small F32 tensor of one dimension: float32 [n].
+
+    Raises:
+        DataError: missing, of another kind, or not finite.
+    """
+    tensor = header.tensors.get(name)
+    if tensor is None or tensor.type != "F32" or len(tensor.shape) != 1 or tensor.bytes > 1 << 20:
+        raise DataError(f"{header.path}: tensor {name!r} is no vector in F32.", *_WHOLE)
+    with Reader(header.path) as reader:
+        values = np.frombuffer(reader.read(tensor.offset, tensor.bytes), "<f4")
+    if not np.isfinite(values).all():
+        raise DataError(f"{header.path}: tensor {name!r} is not finite.", *_WHOLE)
+    return values
 
 
 class _Parser:
@@ -108,30 +130,44 @@ class _Parser:
                 f"{self.path}: GGUF version {version} is not supported.", "supported: 2 and 3, little endian"
             )
         tensors, keys = self.integer("<Q"), self.integer("<Q")
+        if tensors > _MAX_TENSORS or keys > _MAX_KEYS:
+            raise DataError(f"{self.path} claims {tensors} tensors and {keys} metadata keys.", *_WHOLE)
         metadata: dict[str, Any] = {}
+        seen = set[str]()
         for _ in range(keys):
             key = self.string()
+            if key in seen:
+                raise DataError(f"{self.path}: the metadata has {key!r:.80} twice.", *_WHOLE)
+            seen.add(key)
             value = self.value(self.integer("<I"), key in arrays)
             if value is not None:
                 metadata[key] = value
         if metadata.get("split.count", 0) not in (0, 1):
             raise DataError(
-                f"{self.path} is one of {metadata['split.count']} parts of a split GGUF.",
+                f"{self.path} is one of {metadata['split.count']!r:.40} parts of a split GGUF.",
                 "join the parts with `llama-gguf-split --merge`",
             )
         raw = [self.tensor_info() for _ in range(tensors)]
         end = self.file.tell()
         align = metadata.get("general.alignment", 32)
         if not isinstance(align, int) or align < 1:
-            raise DataError(f"{self.path}: general.alignment is {align!r}.", *_WHOLE)
+            raise DataError(f"{self.path}: general.alignment is {align!r:.40}.", *_WHOLE)
         start = -(-end // align) * align
-        return GgufHeader(self.path, metadata, {t.name: self.place(t, start) for t in raw}, end)
+        placed = {t.name: self.place(t, start) for t in raw}
+        if len(placed) != len(raw):
+            raise DataError(f"{self.path}: {len(raw) - len(placed)} tensors are there twice.", *_WHOLE)
+        for before, after in pairwise(sorted(placed.values(), key=lambda tensor: tensor.offset)):
+            if before.offset + before.bytes > after.offset:
+                raise DataError(
+                    f"{self.path}: tensors {before.name!r:.80} and {after.name!r:.80} overlap.", *_WHOLE
+                )
+        return GgufHeader(self.path, metadata, placed, end)
 
     def place(self, tensor: GgufTensor, start: int) -> GgufTensor:
         placed = tensor._replace(offset=start + tensor.offset)
         if placed.offset + placed.bytes > self.size:
             raise DataError(
-                f"{self.path}: tensor {placed.name!r} needs bytes {placed.offset} to "
+                f"{self.path}: tensor {placed.name!r:.80} needs bytes {placed.offset} to "
                 f"{placed.offset + placed.bytes}, but the file ends at {self.size}.",
                 *_WHOLE,
             )
@@ -142,20 +178,22 @@ class _Parser:
 
         name, dimensions = self.string(), self.integer("<I")
         if dimensions > _MAX_DIMENSIONS:
-            raise DataError(f"{self.path}: tensor {name!r} has {dimensions} dimensions.", *_WHOLE)
+            raise DataError(f"{self.path}: tensor {name!r:.80} has {dimensions} dimensions.", *_WHOLE)
         shape = tuple(reversed([self.integer("<Q") for _ in range(dimensions)]))
+        if 0 in shape:
+            raise DataError(f"{self.path}: tensor {name!r:.80} has the shape {list(shape)}.", *_WHOLE)
         code, offset = self.integer("<I"), self.integer("<Q")
         try:
             kind = GGMLQuantizationType(code)
         except ValueError:
             raise DataError(
-                f"{self.path}: tensor {name!r} has the unknown encoding {code}.",
+                f"{self.path}: tensor {name!r:.80} has the unknown encoding {code}.",
                 "convert the model to F16, Q8_0 or Q4_1",
             ) from None
         group, group_bytes = GGML_QUANT_SIZES[kind]
         if shape and shape[-1] % group:
             raise DataError(
-                f"{self.path}: tensor {name!r}: rows of {shape[-1]} do not fit {kind.name}.", *_WHOLE
+                f"{self.path}: tensor {name!r:.80}: rows of {shape[-1]} do not fit {kind.name}.", *_WHOLE
             )
         return GgufTensor(name, shape, kind.name, offset, prod(shape) // group * group_bytes)
 
@@ -171,6 +209,8 @@ class _Parser:
 
     def array(self, keep: bool) -> list[str] | np.ndarray | None:
         kind, count = self.integer("<I"), self.integer("<Q")
+        if count > _MAX_ARRAY:
+            raise DataError(f"{self.path}: a metadata array claims {count} values.", *_WHOLE)
         if kind == _STRING:
             # each string has at least its 8-byte length, so a false count is caught before memory is
             self.fits(8 * count)
@@ -189,7 +229,11 @@ class _Parser:
         return None
 
     def string(self) -> str:
-        data = self.take(self.integer("<Q"))
+        length = self.integer("<Q")
+        if length > _MAX_STRING_BYTES:
+            raise DataError(f"{self.path}: a metadata string claims {length} bytes.", *_WHOLE)
+        self.fits(length)
+        data = self.take(length)
         try:
             return data.decode("utf-8")
         except UnicodeDecodeError:
@@ -201,12 +245,13 @@ class _Parser:
         return int(struct.unpack(form, self.take(struct.calcsize(form)))[0])
 
     def fits(self, length: int) -> None:
-        if self.file.tell() + length > self.size:
+        end = self.file.tell() + length
+        if end > self.size:
             raise DataError(f"{self.path}: the header reaches beyond the file's {self.size} bytes.", *_WHOLE)
+        if end > MAX_HEADER_BYTES:
+            raise DataError(f"{self.path}: the header is longer than {MAX_HEADER_BYTES >> 20} MiB.", *_WHOLE)
 
     def take(self, length: int) -> bytes:
-        if length > 1 << 12:
-            self.fits(length)
         data = self.file.read(length)
         if len(data) != length:
             raise DataError(f"{self.path} ends inside its header.", *_WHOLE)

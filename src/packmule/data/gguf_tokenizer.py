@@ -1,14 +1,15 @@
 """A Hugging Face tokenizer from a GGUF file's metadata: byte-level BPE ("gpt2") and
-SentencePiece BPE ("llama"). The pre-tokenizers are those llama.cpp uses for the same names
-(src/llama-vocab.cpp), written as the models' own tokenizer.json files write them."""
+SentencePiece BPE ("llama"). The way back is packmule.data.gguf_vocabulary."""
 
 from __future__ import annotations
 
-from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from packmule.data.gguf import GgufHeader, read_gguf
+from packmule.data.pre_tokenizers import KINDS, pre_tokenizer
 from packmule.data.tokenizer import TextTokenizer
 from packmule.errors import DataError
 
@@ -16,13 +17,9 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 _ARRAYS = tuple(f"tokenizer.ggml.{name}" for name in ("tokens", "merges", "scores", "token_type"))
-_CONTROL, _USER = 3, 4
-_GPT2 = ("gpt-2", "default", "olmo", "mpt")
-_DIGITS = ("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone")
-_LLAMA3 = ("llama-bpe", "llama3", "llama-v3", "falcon3", "pixtral")
-_QWEN2 = ("qwen2", "deepseek-r1-qwen")
-_WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"
-_REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_UNKNOWN, _CONTROL, _USER = 2, 3, 4
+_LONGEST = 1024
+"""Characters of a token whose ways to be cut in two are listed."""
 
 
 def tokenizer_from_gguf(path: Path) -> TextTokenizer:
@@ -31,12 +28,17 @@ def tokenizer_from_gguf(path: Path) -> TextTokenizer:
     Raises:
         DataError: a kind of tokenizer that is not supported, or damaged metadata.
     """
-    header = read_gguf(path, _ARRAYS)
-    tokens: list[str] = header.require("tokenizer.ggml.tokens")
+    return tokenizer_from_metadata(read_gguf(path, _ARRAYS))
+
+
+def tokenizer_from_metadata(header: GgufHeader) -> TextTokenizer:
+    """Like `tokenizer_from_gguf`, from a header read with the tokenizer's arrays."""
+    path = header.path
+    tokens = _strings(header, "tokens")
     kind = header.require("tokenizer.ggml.model")
     if kind not in ("gpt2", "llama"):
         raise DataError(
-            f"{path}: tokenizer {kind!r} is not supported.",
+            f"{path}: tokenizer {kind!r:.80} is not supported.",
             "supported: gpt2, llama; or give a Hugging Face folder",
         )
     vocab = {token: index for index, token in enumerate(tokens)}
@@ -61,42 +63,52 @@ def tokenizer_from_gguf(path: Path) -> TextTokenizer:
         "add_bos_token": add_bos,
         "add_eos_token": False,
         "clean_up_tokenization_spaces": False,
-        "model_max_length": header.count("llama.context_length", 2048),
+        "model_max_length": header.count(f"{header.require('general.architecture')}.context_length", 2048),
     }
-    if "tokenizer.chat_template" in header.metadata:
-        config["chat_template"] = header.metadata["tokenizer.chat_template"]
+    template = header.metadata.get("tokenizer.chat_template")
+    if isinstance(template, str):
+        config["chat_template"] = template
     return TextTokenizer(backend, len(tokens), bos, eos, ids["pad"], add_bos, config, path)
 
 
-def _byte_level(header: GgufHeader, vocab: dict[str, int]) -> Tokenizer:
-    from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
-
-    pairs = [tuple(merge.split(" ")) for merge in header.require("tokenizer.ggml.merges")]
-    if any(len(pair) != 2 or not {*pair, "".join(pair)} <= vocab.keys() for pair in pairs):
-        raise DataError(f"{header.path}: a merge does not fit the vocabulary.", "convert the model again")
-    pre = str(header.metadata.get("tokenizer.ggml.pre", "default"))
-    backend = Tokenizer(models.BPE(vocab=vocab, merges=pairs, ignore_merges=pre in _LLAMA3))
-    backend.decoder = decoders.ByteLevel()
-    split = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
-    plain = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    if pre in _GPT2:
-        backend.pre_tokenizer = split
-    elif pre in _DIGITS:
-        backend.pre_tokenizer = pre_tokenizers.Sequence(
-            [pre_tokenizers.Digits(individual_digits=True), split]
-        )
-    elif pre in _LLAMA3 or pre in _QWEN2:
-        numbers = r"\p{N}{1,3}" if pre in _LLAMA3 else r"\p{N}"
-        words = pre_tokenizers.Split(Regex(_WORDS + numbers + _REST), behavior="isolated")
-        backend.pre_tokenizer = pre_tokenizers.Sequence([words, plain])
-        if pre in _QWEN2:
-            backend.normalizer = normalizers.NFC()
-    else:
-        known = ", ".join(chain(_GPT2[:2], _DIGITS, _LLAMA3, _QWEN2))
+def _strings(header: GgufHeader, key: str) -> list[str]:
+    found = header.require(f"tokenizer.ggml.{key}")
+    if not isinstance(found, list) or not found:
         raise DataError(
-            f"{header.path}: pre-tokenizer {pre!r} is not supported (known: {known}).",
+            f"{header.path}: tokenizer.ggml.{key} is no list of strings.", "convert the model again"
+        )
+    return found
+
+
+def _numbers(header: GgufHeader, key: str, count: int) -> list[Any]:
+    found = header.require(f"tokenizer.ggml.{key}")
+    if not isinstance(found, np.ndarray) or len(found) != count:
+        raise DataError(
+            f"{header.path}: tokenizer.ggml.{key} is no list of {count} numbers, one per token.",
+            "convert the model again",
+        )
+    values: list[Any] = found.tolist()
+    return values
+
+
+def _byte_level(header: GgufHeader, vocab: dict[str, int]) -> Tokenizer:
+    from tokenizers import Tokenizer, decoders, models, normalizers
+
+    pairs = [(left, right) for left, _, right in (m.partition(" ") for m in _strings(header, "merges"))]
+    if any(not {*pair, "".join(pair)} <= vocab.keys() for pair in pairs):
+        raise DataError(f"{header.path}: a merge does not fit the vocabulary.", "convert the model again")
+    pre = header.metadata.get("tokenizer.ggml.pre", "default")
+    if pre not in KINDS:
+        raise DataError(
+            f"{header.path}: pre-tokenizer {pre!r:.80} is not supported (known: {', '.join(KINDS)}).",
             "give the model's Hugging Face folder, which holds its tokenizer.json",
         )
+    kind = KINDS[pre]
+    backend = Tokenizer(models.BPE(vocab=vocab, merges=pairs, ignore_merges=kind.ignore_merges))
+    backend.decoder = decoders.ByteLevel()
+    backend.pre_tokenizer = pre_tokenizer(kind)
+    if kind.nfc:
+        backend.normalizer = normalizers.NFC()
     return backend
 
 
@@ -127,13 +139,11 @@ def _sentencepiece(header: GgufHeader, tokens: list[str], vocab: dict[str, int])
 def _merges(header: GgufHeader, tokens: list[str], vocab: dict[str, int]) -> list[tuple[str, str]]:
     """SentencePiece joins the pair whose result scores highest: every way to cut a token in two,
     ordered by the token's score, as transformers' generate_merges orders them."""
-    scores = header.require("tokenizer.ggml.scores")
-    if len(scores) != len(tokens):
-        raise DataError(
-            f"{header.path}: {len(scores)} scores for {len(tokens)} tokens.", "convert the model again"
-        )
+    scores = _numbers(header, "scores", len(tokens))
     found = []
-    for token, score in zip(tokens, scores.tolist(), strict=True):
+    for token, score in zip(tokens, scores, strict=True):
+        if len(token) > _LONGEST:
+            raise DataError(f"{header.path}: a token has {len(token)} characters.", "convert the model again")
         pairs = [(token[:i], token[i:]) for i in range(1, len(token))]
         pairs = sorted(
             (p for p in pairs if p[0] in vocab and p[1] in vocab), key=lambda p: (vocab[p[0]], vocab[p[1]])
@@ -146,16 +156,11 @@ def _merges(header: GgufHeader, tokens: list[str], vocab: dict[str, int]) -> lis
 def _add_special(backend: Tokenizer, header: GgufHeader, tokens: list[str]) -> None:
     from tokenizers import AddedToken
 
-    kinds = header.metadata.get("tokenizer.ggml.token_type")
-    if kinds is None:
+    if "tokenizer.ggml.token_type" not in header.metadata:
         return
-    if len(kinds) != len(tokens):
-        raise DataError(
-            f"{header.path}: {len(kinds)} token types for {len(tokens)} tokens.", "convert the model again"
-        )
-    pairs = list(zip(tokens, kinds.tolist(), strict=True))
+    pairs = list(zip(tokens, _numbers(header, "token_type", len(tokens)), strict=True))
     backend.add_special_tokens(
-        [AddedToken(t, normalized=False, special=True) for t, k in pairs if k == _CONTROL]
+        [AddedToken(t, normalized=False, special=True) for t, k in pairs if k in (_UNKNOWN, _CONTROL)]
     )
     backend.add_tokens([AddedToken(t, normalized=False, special=False) for t, k in pairs if k == _USER])
 

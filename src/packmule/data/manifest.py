@@ -7,7 +7,6 @@ folder; packmule.models.weights reads tensors through it without opening a heade
 from __future__ import annotations
 
 import hashlib
-import re
 from collections.abc import Mapping
 from math import prod
 from pathlib import Path
@@ -16,29 +15,14 @@ from typing import Any, Literal
 from pydantic import Field
 
 from packmule.data.files import Reader, read_json, read_text
-from packmule.data.gguf import GgufHeader, read_gguf
+from packmule.data.gguf import GgufHeader, GgufTensor, read_gguf
+from packmule.data.gguf_families import COMPUTED, GgufFamily, family_of_file
 from packmule.data.safetensors import read_safetensors
 from packmule.errors import DataError
 from packmule.spec.records import Record
 
 MANIFEST = "weights.json"
-
-_GGUF_LAYER = {
-    "attn_norm": "input_layernorm",
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
-    "attn_output": "self_attn.o_proj",
-    "ffn_norm": "post_attention_layernorm",
-    "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj",
-    "ffn_down": "mlp.down_proj",
-}
-_GGUF_TOP = {
-    "token_embd.weight": "model.embed_tokens.weight",
-    "output_norm.weight": "model.norm.weight",
-    "output.weight": "lm_head.weight",
-}
+_MAX_EXPERTS = 1 << 16
 
 
 class WeightFile(Record):
@@ -62,6 +46,7 @@ class WeightEntry(Record):
     interleaved_heads: int | None = Field(
         default=None, description="heads whose rows lie in GGUF's interleaved RoPE order, or null"
     )
+    subtract: float = Field(default=0.0, description="from every element, as read")
 
     @property
     def rows(self) -> int:
@@ -101,31 +86,59 @@ def random_manifest(config: Mapping[str, Any], seed: int) -> Manifest:
 
 
 def gguf_manifest(path: Path) -> Manifest:
-    """The tensors of a llama GGUF file.
+    """The tensors of a GGUF file, a tensor that holds all experts as one entry per expert.
 
     Raises:
-        DataError: damaged, or it holds a tensor that no Llama has.
+        DataError: damaged, of an unknown architecture, or with a tensor that the architecture has not.
     """
     header = read_gguf(path)
-    heads = header.count("llama.attention.head_count")
-    kv_heads = header.count("llama.attention.head_count_kv", heads)
+    family = family_of_file(header)
+    name = family.architecture
+    heads = header.count(f"{name}.attention.head_count")
+    kv_heads = header.count(f"{name}.attention.head_count_kv", heads)
     entries = []
     for tensor in header.tensors.values():
-        name = _hf_name(header, tensor.name)
-        # llama.cpp stores q and k so that each RoPE pair lies in neighbouring rows
-        interleaved = heads if ".q_proj." in name else kv_heads if ".k_proj." in name else None
-        entries.append(
-            WeightEntry(
-                name=name,
-                shape=tensor.shape,
-                type=tensor.type,
-                file=0,
-                offset=tensor.offset,
-                row_bytes=tensor.bytes // max(1, prod(tensor.shape[:-1])),
-                interleaved_heads=interleaved,
-            )
-        )
+        if tensor.name not in COMPUTED:
+            turned = {"attn_q": heads, "attn_k": kv_heads}.get(family.leaf(tensor.name))
+            entries += _gguf_entries(header, family, tensor, turned if family.interleaved else None)
     return Manifest(kind="gguf", files=(_weight_file(path, header.bytes),), tensors=tuple(entries))
+
+
+def _gguf_entries(
+    header: GgufHeader, family: GgufFamily, tensor: GgufTensor, heads: int | None
+) -> list[WeightEntry]:
+    if family.huggingface_name(tensor.name) is None:
+        raise DataError(
+            f"{header.path}: tensor {tensor.name!r:.80} belongs to no {family.model_type} model.",
+            "give the model's Hugging Face folder",
+        )
+    leaf = family.leaf(tensor.name)
+    several = leaf in family.experts
+    shape = tensor.shape[1:] if several else tensor.shape
+    if not shape or (several and len(shape) != 2):
+        raise DataError(
+            f"{header.path}: tensor {tensor.name!r:.80} has the shape {list(tensor.shape)}.",
+            "get the model again",
+        )
+    numbers = range(tensor.shape[0]) if several else [None]
+    if len(numbers) > _MAX_EXPERTS:
+        raise DataError(
+            f"{header.path}: {len(numbers)} experts in {tensor.name!r:.80}.", "get the model again"
+        )
+    size = tensor.bytes // len(numbers)
+    return [
+        WeightEntry(
+            name=str(family.huggingface_name(tensor.name, expert)),
+            shape=shape,
+            type=tensor.type,
+            file=0,
+            offset=tensor.offset + (expert or 0) * size,
+            row_bytes=size // prod(shape[:-1]),
+            interleaved_heads=heads,
+            subtract=family.norm_offset if "norm" in leaf else 0.0,
+        )
+        for expert in numbers
+    ]
 
 
 def folder_manifest(folder: Path) -> Manifest:
@@ -203,6 +216,14 @@ def _shards(folder: Path) -> list[tuple[Path, list[str] | None]]:
         if Path(file).name != file:
             raise DataError(f"{index}: {name!r} points outside the folder: {file!r}.", "get the model again")
         by_file.setdefault(file, []).append(name)
+    missing = [file for file in sorted(by_file) if not (folder / file).is_file()]
+    if missing:
+        more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
+        raise DataError(
+            f"{folder}: {', '.join(map(repr, missing[:3]))}{more} of {len(by_file)} weight files "
+            f"{'is' if len(missing) == 1 else 'are'} missing.",
+            f"get the files that {index.name} names",
+        )
     return [(folder / file, by_file[file]) for file in sorted(by_file)]
 
 
@@ -217,15 +238,3 @@ def _weight_file(path: Path, header_bytes: int) -> WeightFile:
             header_bytes=header_bytes,
             header_sha256=digest.hexdigest(),
         )
-
-
-def _hf_name(header: GgufHeader, name: str) -> str:
-    if name in _GGUF_TOP:
-        return _GGUF_TOP[name]
-    match = re.fullmatch(r"blk\.(\d+)\.(\w+)\.weight", name)
-    if match and match[2] in _GGUF_LAYER:
-        return f"model.layers.{match[1]}.{_GGUF_LAYER[match[2]]}.weight"
-    raise DataError(
-        f"{header.path}: tensor {name!r} belongs to no Llama decoder that packmule trains.",
-        "give a plain Llama model: no biases, no experts, no RoPE frequency factors",
-    )

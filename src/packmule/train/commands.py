@@ -1,4 +1,4 @@
-"""What the other commands do: evaluate, generate, export, verify, info. Loads no torch."""
+"""What the other commands do: evaluate, generate, verify, info. Loads no torch."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 from packmule.checkpoint.head import HEAD_NAME, Head, read_head
-from packmule.checkpoint.reader import StateReader
 from packmule.checkpoint.snapshots import BEST, best_step, is_snapshot, snapshots
 from packmule.checkpoint.verify import verify as verify_state
 from packmule.data.prepared import open_data
@@ -16,7 +15,6 @@ from packmule.data.report import PrepareReport, PrepareRequest
 from packmule.errors import ConfigError, DamagedFile
 from packmule.graph.costs import Costs
 from packmule.kernels import checksum
-from packmule.models.weights.export import write_huggingface
 from packmule.plan.inference import inference_plan
 from packmule.shapes.bodies import dtypes
 from packmule.shapes.model import ModelShape
@@ -27,11 +25,7 @@ from packmule.train.memory import process_memory
 from packmule.train.messages import Request
 from packmule.train.results import Checked, Evaluation
 from packmule.train.situation import RESERVE, shape_of, text_positions, tokenizer_bytes
-from packmule.train.transfer import exporter
 from packmule.train.watch import run_child
-
-EXPORT_DTYPES = ("bfloat16", "float32")
-"""What weights can be written as."""
 
 
 def evaluate(
@@ -52,12 +46,12 @@ def evaluate(
         PackmuleError: see the parts.
     """
     folder = RunFolder.open(run)
-    head = _head(folder)
+    head = commit_of(folder)
     with tempfile.TemporaryDirectory(prefix="packmule-eval-", dir=folder.path) as temporary:
         data = folder.data
         if dataset:
             data = Path(temporary) / "data"
-            _prepare(folder, environment, dataset, head, Path(temporary))
+            prepare_text(folder, environment, dataset, head, Path(temporary))
         sets = open_data(data).validation
         if not sets:
             raise ConfigError(f"{folder.path} has no validation data.", "give text with --dataset")
@@ -74,7 +68,7 @@ def evaluate(
     return Evaluation(step=head.step, **kept)
 
 
-def _prepare(
+def prepare_text(
     folder: RunFolder, environment: Environment, dataset: tuple[str, ...], head: Head, out: Path
 ) -> PrepareReport:
     """Tokenize other text with the run's tokenizer, all of it for validation."""
@@ -121,7 +115,7 @@ def generate(
     from packmule.data.tokenizer import TextTokenizer
 
     folder = RunFolder.open(run)
-    head = _head(folder)
+    head = commit_of(folder)
     tokenizer = TextTokenizer.from_folder(folder.model)
     start = [tokenizer.bos] if tokenizer.add_bos and tokenizer.bos is not None else []
     ids = (*start, *tokenizer.encode([prompt])[0])
@@ -197,36 +191,6 @@ def _run(
 
     run_child("packmule.train.child", request.model_dump_json(), note, variables)
     return events
-
-
-def export(run: Path, output: Path, environment: Environment, dtype: str = "bfloat16") -> Path:
-    """Write a commit's weights as a Hugging Face folder, verified on the way.
-
-    Raises:
-        ConfigError: an unknown dtype, or the output exists.
-    """
-    folder = RunFolder.open(run)
-    _head(folder)
-    output = output.expanduser()
-    if output.suffix.lower() == ".gguf":
-        raise ConfigError(
-            f"{output}: writing .gguf files is not offered yet.",
-            "export a folder, which llama.cpp's convert_hf_to_gguf.py reads",
-        )
-    if output.exists():
-        raise ConfigError(f"{output} exists already.", "name a folder that does not exist yet")
-    if dtype not in EXPORT_DTYPES:
-        raise ConfigError(f"`--dtype` {dtype!r} is not offered.", f"use {' or '.join(EXPORT_DTYPES)}")
-    with StateReader.open(PosixDisk(), folder.state, checksum()) as reader:
-        write_huggingface(
-            output,
-            folder.shape(),
-            folder.model_config(),
-            exporter(reader),
-            "float32" if dtype == "float32" else "bfloat16",
-            folder.model,
-        )
-    return output
 
 
 def verify(run: Path, environment: Environment) -> dict[str, Checked]:
@@ -318,7 +282,12 @@ def _run_info(folder: RunFolder) -> dict[str, Any]:
     return found
 
 
-def _head(folder: RunFolder) -> Head:
+def commit_of(folder: RunFolder) -> Head:
+    """The last commit of a run or snapshot.
+
+    Raises:
+        ConfigError: there is none yet.
+    """
     head = folder.head()
     if head is None:
         raise ConfigError(

@@ -40,3 +40,42 @@ class Checked(Record):
 
     step: int
     checked_bytes: int = Field(description="bytes read")
+
+
+class CutVocabulary(Record):
+    """What cutting a vocabulary down to a corpus changed.
+
+    Attributes:
+        before: tokens of the model as trained.
+        after: tokens of the model as written.
+        bytes_saved: of the weights written.
+    """
+
+    before: int
+    after: int
+    bytes_saved: int
+
+
+class Exported(Record):
+    """A model that was written for other tools.
+
+    Attributes:
+        output: the folder or .gguf file.
+        dtype: of its matrices, by the format's own name.
+        weight_bytes: of all weights in it, without headers.
+        vocabulary: what was cut, where that was asked for.
+    """
+
+    output: str
+    dtype: str
+    weight_bytes: int
+    vocabulary: CutVocabulary | None = None
+
+    def __str__(self) -> str:
+        if self.vocabulary is None:
+            return f"wrote {self.output}"
+        cut = self.vocabulary
+        return (
+            f"wrote {self.output}\nvocabulary: {cut.after:,} of {cut.before:,} tokens, "
+            f"{cut.bytes_saved / 1e6:,.1f} MB saved of {(self.weight_bytes + cut.bytes_saved) / 1e6:,.1f}"
+        )

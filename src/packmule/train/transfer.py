@@ -12,6 +12,7 @@ from packmule.checkpoint.head import Progress
 from packmule.checkpoint.reader import StateReader
 from packmule.checkpoint.store import StateStore
 from packmule.errors import DataError
+from packmule.models.weights.rows import Tensors
 from packmule.shapes.layout import ITEMSIZE
 from packmule.shapes.model import Block, ModelShape, Parameter
 from packmule.tiers.disk import aligned_buffer
@@ -136,9 +137,7 @@ def _master_chunks(store: StateStore, block: Block, source: Source) -> Iterator[
         low += layout.chunk_bytes
 
 
-def exporter(
-    reader: StateReader, check: Callable[[], None] = lambda: None
-) -> Callable[[Block, Parameter], Iterator[np.ndarray]]:
+def exporter(reader: StateReader, check: Callable[[], None] = lambda: None) -> Tensors:
     """The `tensors` argument of models.weights.export: masters of a commit, chunk by chunk.
 
     Args:

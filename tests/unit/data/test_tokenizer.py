@@ -21,12 +21,21 @@ LLAMA3 = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
+CASED = (
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+END"
+    r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*END"
+    r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
 PATTERNS = {
     "gpt-2": [GPT2],
     "default": [GPT2],
     "smollm": [r"\p{N}", GPT2],
     "llama-bpe": [LLAMA3],
+    "smaug-bpe": [LLAMA3],
     "qwen2": [LLAMA3.replace("{1,3}", "")],
+    "stablelm2": [LLAMA3.replace("{1,3}", "")],
+    "tekken": [CASED.replace("END", "").replace("{1,3}", "")],
+    "gpt-4o": [CASED.replace("END", "(?i:'s|'t|'re|'ve|'m|'ll|'d)?")],
 }
 
 
@@ -54,7 +63,7 @@ def slow_ids(text: str, pre: str, tokens: list[str], merges: list[tuple[str, str
             words = [part for word in words for part in _isolate(pattern, word)]
         for word in words:
             parts = [alphabet[byte] for byte in word.encode()]
-            if pre == "llama-bpe" and "".join(parts) in vocab:
+            if pre in ("llama-bpe", "tekken") and "".join(parts) in vocab:
                 parts = ["".join(parts)]
             while pairs := [p for p in pairwise(parts) if p in rank]:
                 best = min(pairs, key=rank.__getitem__)

@@ -6,6 +6,8 @@ from collections.abc import Callable
 
 import numpy as np
 
+from packmule.errors import DataError
+
 _FLOATS = {"F64": "<f8", "F32": "<f4", "F16": "<f2"}
 
 
@@ -49,3 +51,25 @@ def to_bfloat16(values: np.ndarray) -> np.ndarray:
     rounded = (bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)
     quiet = (bits >> np.uint32(16)) | np.uint32(0x40)
     return np.where(np.isnan(values), quiet, rounded).astype("<u2")
+
+
+def encode(values: np.ndarray, kind: str, name: str) -> np.ndarray:
+    """Floats as F32, F16 or BF16, rounded to nearest even; BF16 as uint16 bit patterns.
+
+    Args:
+        values: float32 or float64, any shape; float64 is rounded to float32 first.
+        name: of the tensor, for the message.
+
+    Raises:
+        DataError: F16 cannot hold a finite value.
+    """
+    narrow = np.ascontiguousarray(values, "<f4")
+    if kind == "F32":
+        return narrow
+    if kind == "BF16":
+        return to_bfloat16(narrow)
+    with np.errstate(over="ignore"):
+        half = narrow.astype("<f2")
+    if (np.isinf(half) & np.isfinite(narrow)).any():
+        raise DataError(f"{name} has values beyond float16's range.", "write bfloat16 or float32")
+    return half

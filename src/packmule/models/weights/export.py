@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from itertools import chain
 from math import prod
 from pathlib import Path
@@ -13,14 +13,15 @@ import numpy as np
 
 from packmule.data.files import atomic_folder, disk_errors, write_json
 from packmule.data.model_files import copy_model_files
-from packmule.models.weights.decode import to_bfloat16
+from packmule.models.weights.decode import encode
 from packmule.models.weights.names import HfTensor, hf_tensors
+from packmule.models.weights.rows import Tensors
 from packmule.shapes.families import FAMILIES
-from packmule.shapes.model import Block, ModelShape, Parameter
+from packmule.shapes.model import Block, ModelShape
 
-ExportDtype = Literal["bfloat16", "float32"]
+ExportDtype = Literal["bfloat16", "float16", "float32"]
 SHARD_BYTES = 5_000_000_000
-_CODES = {"bfloat16": ("BF16", 2), "float32": ("F32", 4)}
+_CODES = {"bfloat16": ("BF16", 2), "float16": ("F16", 2), "float32": ("F32", 4)}
 
 
 class _Item(NamedTuple):
@@ -42,7 +43,7 @@ def write_huggingface(
     folder: Path,
     shape: ModelShape,
     config: Mapping[str, Any],
-    tensors: Callable[[Block, Parameter], Iterable[np.ndarray]],
+    tensors: Tensors,
     dtype: ExportDtype = "bfloat16",
     model_folder: Path | None = None,
     shard_bytes: int = SHARD_BYTES,
@@ -54,11 +55,12 @@ def write_huggingface(
     Args:
         config: the config.json the model came with; architecture and dtype are set here.
         tensors: gives a parameter's elements in order, as flat float32 or float64 chunks.
-        dtype: of the weights; bfloat16 is rounded to nearest even.
+        dtype: of the weights; rounded to nearest even.
         model_folder: a prepared model folder whose tokenizer and generation files are copied.
         shard_bytes: most bytes of weights in one file (but at least one tensor).
 
     Raises:
+        DataError: values beyond float16.
         DiskError: the disk is full or read-only.
         ValueError: `tensors` gives too few or too many elements.
     """
@@ -107,7 +109,7 @@ def _shards(items: list[_Item], limit: int) -> list[list[_Item]]:
 def _write_shard(
     file: BinaryIO,
     items: list[_Item],
-    tensors: Callable[[Block, Parameter], Iterable[np.ndarray]],
+    tensors: Tensors,
     dtype: ExportDtype,
 ) -> None:
     code, itemsize = _CODES[dtype]
@@ -132,16 +134,11 @@ def _write_shard(
             raise ValueError(f"{item.name}: {written} elements given, {item.bytes // itemsize} expected")
 
 
-def _encode(values: np.ndarray, dtype: ExportDtype) -> np.ndarray:
-    narrow = values.astype("<f4", copy=False)
-    return to_bfloat16(narrow) if dtype == "bfloat16" else np.ascontiguousarray(narrow)
-
-
 def _write_rows(file: BinaryIO, tensor: HfTensor, chunks: Iterable[np.ndarray], dtype: ExportDtype) -> int:
     """One chunk after the other; returns the number of elements."""
     written = 0
     for chunk in chunks:
-        file.write(_encode(chunk, dtype).data)
+        file.write(encode(chunk, _CODES[dtype][0], tensor.name).data)
         written += chunk.size
     return written
 
@@ -155,7 +152,7 @@ def _write_columns(file: BinaryIO, tensor: HfTensor, chunks: Iterable[np.ndarray
         values = np.concatenate((left, chunk)) if len(left) else chunk
         rows = len(values) // inputs
         left = values[rows * inputs :]
-        columns = _encode(np.ascontiguousarray(values[: rows * inputs].reshape(rows, inputs).T), dtype)
+        columns = encode(values[: rows * inputs].reshape(rows, inputs).T, _CODES[dtype][0], tensor.name)
         for index, column in enumerate(columns if done + rows <= outputs else ()):
             file.seek(start + (index * outputs + done) * itemsize)
             file.write(column.data)

@@ -96,20 +96,22 @@ class FileSource(WeightSource):
             raise
 
     def check(self, shape: ModelShape) -> None:
+        pairs = [(block, tensor) for block in shape.blocks() for tensor in hf_tensors(block)]
+        missing = [tensor.name for block, tensor in pairs if self._found(block, tensor) is None]
+        if missing:
+            raise self._missing(missing)
         known = set()
-        for block in shape.blocks():
-            for tensor in hf_tensors(block):
-                entry = self._entry(block, tensor)
-                self._decoder(entry)
-                known.add(entry.name)
+        for block, tensor in pairs:
+            entry = self._entry(block, tensor)
+            self._decoder(entry)
+            known.add(entry.name)
         # a tied model may still carry a copy of its embedding, and old ones constant buffers
         ignored = NAMES[shape.family].ignored
         extra = [n for n in self._entries if n not in known and not n.endswith(ignored)]
         extra = [n for n in extra if not (shape.tied and n == "lm_head.weight")]
         if extra:
             raise DataError(
-                f"{self._path(self._entries[extra[0]])}: tensor {extra[0]!r} belongs to no part "
-                "of this model.",
+                f"{self._path(self._entries[extra[0]])}: {_listed(extra)} no part of this model.",
                 "use the config.json the weights were saved with",
             )
 
@@ -142,6 +144,8 @@ class FileSource(WeightSource):
             reader.read_into(part, offset)
             reader.forget(offset, len(part))
             values = decode(part.reshape(rows, entry.row_bytes))
+            if entry.subtract:
+                values = values - np.float32(entry.subtract)
             if entry.interleaved_heads:
                 values = half_rotation(values, unit)
             yield (row - start) * entry.columns, np.ascontiguousarray(values).reshape(-1)
@@ -170,18 +174,25 @@ class FileSource(WeightSource):
         for reader in self._readers:
             reader.close()
 
+    def _found(self, block: Block, tensor: HfTensor) -> WeightEntry | None:
+        name, names = tensor.name, NAMES[block.family]
+        others = (name, name.removeprefix(names.prefix), names.stacked(name))
+        return next((self._entries[other] for other in others if other in self._entries), None)
+
+    def _missing(self, names: list[str]) -> DataError:
+        where = ", ".join(str(reader.path) for reader in self._readers[:3])
+        return DataError(
+            f"{_listed(names)} missing in {where}.", "get the model again, or correct its config.json"
+        )
+
     def _path(self, entry: WeightEntry) -> Path:
         return self._readers[entry.file].path
 
     def _entry(self, block: Block, tensor: HfTensor) -> WeightEntry:
-        name, names = tensor.name, NAMES[block.family]
-        others = (name, name.removeprefix(names.prefix), names.stacked(name))
-        entry = next((self._entries[other] for other in others if other in self._entries), None)
+        name = tensor.name
+        entry = self._found(block, tensor)
         if entry is None:
-            where = ", ".join(str(reader.path) for reader in self._readers[:3])
-            raise DataError(
-                f"tensor {name!r} is missing in {where}.", "get the model again, or correct its config.json"
-            )
+            raise self._missing([name])
         expected = tensor.shape if self._flipped(tensor) else tensor.whole
         if entry.shape != expected:
             raise DataError(
@@ -200,6 +211,14 @@ class FileSource(WeightSource):
                 "convert the model to F32, F16, BF16, Q8_0 or Q4_1",
             )
         return decode
+
+
+def _listed(names: list[str]) -> str:
+    """ "tensor 'a' is", or "tensors 'a', 'b', 'c' and 4 more are"."""
+    if len(names) == 1:
+        return f"tensor {names[0]!r:.120} is"
+    shown = ", ".join(f"{name!r:.120}" for name in names[:3])
+    return f"tensors {shown}{f' and {len(names) - 3} more' if len(names) > 3 else ''} are"
 
 
 class RandomSource(WeightSource):
