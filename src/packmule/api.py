@@ -271,7 +271,7 @@ class Run:
             read_environment(),
             dtype=dtype,
             prune_vocab=prune_vocab,
-            corpus=tuple(map(os.fspath, chosen)),
+            corpus=tuple(os.fspath(path) for path in chosen),
         )
 
     def verify(self) -> dict[str, Checked]:
