@@ -217,7 +217,9 @@ def _special(backend: Tokenizer, config: dict[str, Any], folder: Path, name: str
         token = source.get(f"{name}_token")
         content = token.get("content") if isinstance(token, dict) else token
         if isinstance(content, str):
-            found = backend.token_to_id(content)
+            # half of a surrogate pair, which JSON can hold, is in no vocabulary
+            known = content.encode("utf-8", "ignore").decode() == content
+            found = backend.token_to_id(content) if known else None
             if found is None:
                 raise DataError(
                     f"{folder}: {name}_token {content!r} is not in the vocabulary.", "get the tokenizer again"
