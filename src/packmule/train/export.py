@@ -11,7 +11,7 @@ import numpy as np
 
 from packmule.checkpoint.head import Head
 from packmule.checkpoint.reader import StateReader
-from packmule.data.prepare import open_data
+from packmule.data.prepared import open_data
 from packmule.data.prune import kept_ids, prune_model_folder, used_ids
 from packmule.errors import ConfigError
 from packmule.kernels import checksum
@@ -116,7 +116,8 @@ def _corpus_ids(
     if corpus:
         data = temporary / "data"
         prepare_text(folder, environment, corpus, head, temporary)
-    store = open_data(data).store
-    used = used_ids(store, folder.shape().vocab)
-    store.close()
+    found = open_data(data)
+    used = used_ids(found.store, folder.shape().vocab)
+    for held_out in found.validation:
+        used |= used_ids(held_out.store, len(used))
     return kept_ids(folder.model, used)
