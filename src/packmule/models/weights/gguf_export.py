@@ -54,7 +54,7 @@ def gguf_bytes(shape: ModelShape, config: Mapping[str, Any], dtype: GgufDtype) -
     Raises:
         ConfigError: as `write_gguf`.
     """
-    return sum(-(-item.bytes // _ALIGN) * _ALIGN for item in _items(shape, _family(config), dtype))
+    return sum(-(-item.bytes // _ALIGN) * _ALIGN for item in _items(shape, _family(shape, config), dtype))
 
 
 def write_gguf(
@@ -85,7 +85,7 @@ def write_gguf(
     """
     from gguf import GGUFWriter
 
-    family = _family(config)
+    family = _family(shape, config)
     items = _items(shape, family, dtype)
     metadata = {
         "general.type": "model",
@@ -113,11 +113,18 @@ def write_gguf(
             _pad(file)
 
 
-def _family(config: Mapping[str, Any]) -> GgufFamily:
+_WRITTEN = ("llama", "qwen2", "qwen3")
+
+
+def _family(shape: ModelShape, config: Mapping[str, Any]) -> GgufFamily:
     family = family_of_config(config.get("model_type"))
-    if family is None:
+    if family is None or family.model_type not in _WRITTEN:
         raise ConfigError(
             f".gguf files of {config.get('model_type')!r} models are not written.", "export a folder"
+        )
+    if shape.kinds:
+        raise ConfigError(
+            ".gguf files of models with windows or scaled RoPE are not written.", "export a folder"
         )
     return family
 
