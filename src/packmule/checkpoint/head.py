@@ -10,7 +10,7 @@ import json
 import re
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 from pydantic import Field
 
@@ -50,7 +50,7 @@ class BlockHead(Record):
     """One block's current slot and, per plane, its chunks' CRC32Cs, 8 hex digits each."""
 
     slot: int = Field(ge=0, le=1)
-    checksums: tuple[str, ...]
+    checksums: tuple[Annotated[str, Field(pattern="^[0-9a-f]*$")], ...]
 
 
 class Head(Progress):
@@ -86,17 +86,23 @@ def decode(data: bytes, path: Path, checksum: Checksum) -> Head:
         raise DamagedFile(f"{path} does not end in its checksum.", _SNAPSHOT_HINT) from None
     stored = data[start : start + 8]
     summed = data[:start] + _UNSUMMED.encode() + data[start + 8 :]
-    found = f"{checksum(memoryview(summed)):08x}"
-    if stored.decode() != found:
+    computed = f"{checksum(memoryview(summed)):08x}"
+    if stored.decode() != computed:
         raise DamagedFile(
-            f"{path} does not match its checksum: stored {stored.decode()}, computed {found}.",
+            f"{path} does not match its checksum: stored {stored.decode()}, computed {computed}.",
             _SNAPSHOT_HINT,
         )
-    text = data.decode()
-    version = json.loads(text).get("format")
+    try:
+        text = data.decode()
+        found = json.loads(text)
+    except (ValueError, RecursionError):
+        found = None
+    if not isinstance(found, dict):
+        raise ConfigError(f"{path} holds no JSON object.", _SNAPSHOT_HINT)
+    version = found.get("format")
     if version != FORMAT:
         raise ConfigError(
-            f"{path}: format {version!r} is not known; this version reads format {FORMAT}.",
+            f"{path}: format {version!r:.40} is not known; this version reads format {FORMAT}.",
             "use the version of packmule that wrote it, or a newer one",
         )
     head = Head.parse_json(text, str(path))

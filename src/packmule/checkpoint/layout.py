@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal, NamedTuple
 
-from pydantic import Field
+from pydantic import Field, PositiveInt
 
 from packmule.errors import ConfigError
 from packmule.shapes.layout import PAGE, Layout, TensorSpec, layout
@@ -27,7 +27,7 @@ class TensorRecord(Record):
     """One tensor of a plane; `offset` is its first byte within the plane."""
 
     name: str
-    shape: tuple[int, ...]
+    shape: tuple[PositiveInt, ...]
     offset: int
 
 
@@ -46,7 +46,7 @@ class LayoutRecord(Record):
     slots: int = Field(ge=1, le=2)
     planes: tuple[str, ...] = Field(min_length=1)
     dtype: StateDtype
-    chunk_bytes: int
+    chunk_bytes: int = Field(le=1 << 30)
     bytes: int
     blocks: tuple[BlockRecord, ...] = Field(min_length=1)
 
@@ -209,7 +209,7 @@ class StateLayout:
 
     def pieces(self, block: int) -> int:
         """Chunks per plane; chunk `i` of plane `p` has index `p * pieces + i`."""
-        return len(self._chunks[block]) // len(self.planes)
+        return -(-self.blocks[block].plane_bytes // self.chunk_bytes)
 
     def chunk_offset(self, block: int, slot: int, index: int) -> int:
         """First byte of a chunk in the file."""

@@ -191,6 +191,11 @@ class Reader:
         """
         if not out.size:
             return
+        if not 0 <= offset <= self.bytes:
+            raise DamagedFile(
+                f"{self.path} has {self.bytes} bytes, but those from {offset} on are needed.",
+                "the file is truncated, or what points into it is damaged; get it again",
+            )
         view, at = out.data.cast("B"), offset
         while len(view):
             try:

@@ -48,9 +48,9 @@ class RowsMeta(Record):
     max_seq_length: int
     documents: int
     documents_cut: int
-    pieces: int
+    pieces: int = Field(ge=0)
     pieces_dropped: int
-    rows: int
+    rows: int = Field(ge=0)
     tokens: int
     targets: int
     longest: int
@@ -128,6 +128,10 @@ class Rows:
         if not 0 <= row < len(self):
             raise IndexError(f"row {row} of {len(self)}")
         first, end = _read(self._rows, row, 2, "<i8").tolist()
+        if not 0 <= first <= end <= self.meta.pieces:
+            raise DamagedFile(
+                f"{self._rows.path}: row {row} has no such pieces.", "delete its folder; it is made again"
+            )
         return first, end - first
 
     def close(self) -> None:

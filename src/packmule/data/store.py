@@ -92,14 +92,14 @@ class StoreMeta(Record):
     format: int = FORMAT
     key: str
     dtype: Literal["<u2", "<u4"]
-    vocab: int
+    vocab: int = Field(ge=1)
     tokenizer_sha256: str
     add_bos: bool
     bos: int | None
     eos: int
     sources: tuple[SourceMeta, ...]
-    documents: int
-    tokens: int
+    documents: int = Field(ge=0)
+    tokens: int = Field(ge=0)
     masked: bool = Field(default=False, description="some tokens carry no loss: there is a loss.bin")
     entries: tuple[EntryReport, ...] = ()
     runs: tuple[Run, ...] = ()
@@ -142,10 +142,14 @@ class TokenStore:
         """Fill `out` (int64 [n]) with the ids from token `start` on."""
         raw = np.empty(len(out), self._dtype)
         self._tokens.read_into(raw, start * self._dtype.itemsize)
+        if len(raw) and int(raw.max()) >= self.meta.vocab:
+            raise self._damaged(self._tokens, f"holds the id {int(raw.max())} of {self.meta.vocab}")
         out[:] = raw
 
     def read(self, start: int, length: int) -> np.ndarray:
         """int64 [length], the ids from token `start` on."""
+        if not 0 <= length <= self.meta.tokens:
+            raise self._damaged(self._tokens, f"has no {length} tokens from {start} on")
         out = np.empty(length, np.int64)
         self.read_into(out, start)
         return out
@@ -188,7 +192,12 @@ class TokenStore:
         count = self.meta.documents - first if count is None else count
         out = np.empty(count + 1, "<i8")
         self._documents.read_into(out, first * 8)
+        if out[0] < 0 or out[-1] > self.meta.tokens or (np.diff(out) < 0).any():
+            raise self._damaged(self._documents, "does not fit tokens.bin")
         return out
+
+    def _damaged(self, reader: Reader, what: str) -> DamagedFile:
+        return DamagedFile(f"{reader.path} {what}.", "delete its folder; it is made again")
 
     def document(self, index: int) -> np.ndarray:
         """int64 [n], the ids of one document."""

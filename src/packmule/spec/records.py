@@ -37,7 +37,7 @@ class Record(BaseModel):
         """Like `parse`, from JSON text."""
         try:
             data = json.loads(text)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise ConfigError(f"{source} is not JSON: {error}", "restore the file") from None
         return cls.parse(data, source)
 
