@@ -74,6 +74,8 @@ faults: setup
 	@mkdir -p benchmarks/results
 	@bash -c 'set -o pipefail; $(bin)/python -m pytest --long tests/fault tests/exactness \
 		2>&1 | tee benchmarks/results/faults.log'
+	-@$(bin)/python -m pip install --quiet "atheris>=3.0"
+	$(bin)/python -P tests/fault/fuzz_parsers.py -max_total_time=600
 
 # The platform's wheel and the pure one, each in an environment of its own. SITE: a folder of installed
 # packages to share instead of installing torch anew.
