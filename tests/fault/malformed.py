@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import resource
 import signal
+import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -78,6 +79,13 @@ def examples(strategy: st.SearchStrategy[Any], check: Callable[[Any], None], cou
     run()
 
 
+class _Bytes(bytes):
+    """A file's content that is not printed whole."""
+
+    def __repr__(self) -> str:
+        return f"<{len(self)} bytes, crc {zlib.crc32(self):08x}>"
+
+
 def spoiled(data: bytes, header: int) -> st.SearchStrategy[bytes]:
     """`data` with one to three faults in its first `header` bytes: bits, numbers, cuts, insertions."""
     at = st.integers(0, max(0, header - 1))
@@ -111,7 +119,7 @@ def spoiled(data: bytes, header: int) -> st.SearchStrategy[bytes]:
         found = data
         for one in faults:
             found = one(found)
-        return found
+        return _Bytes(found)
 
     return st.lists(fault, min_size=1, max_size=3).map(apply)
 

@@ -38,7 +38,13 @@ def _quantized(kind: str) -> Callable[[np.ndarray], np.ndarray] | None:
         )
     except (NotImplementedError, KeyError, ValueError):
         return None
-    return lambda raw: quants.dequantize(raw, quantization)
+
+    def decode(raw: np.ndarray) -> np.ndarray:
+        # damaged scales give infinities and NaN, which training finds; numpy need not warn as well
+        with np.errstate(all="ignore"):
+            return quants.dequantize(raw, quantization)
+
+    return decode
 
 
 def to_bfloat16(values: np.ndarray) -> np.ndarray:
