@@ -12,7 +12,7 @@ from math import prod
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import Field
+from pydantic import Field, NonNegativeInt
 
 from packmule.data.files import Reader, read_json, read_text
 from packmule.data.gguf import GgufHeader, GgufTensor, read_gguf
@@ -23,6 +23,8 @@ from packmule.spec.records import Record
 
 MANIFEST = "weights.json"
 _MAX_EXPERTS = 1 << 16
+_LONGEST = 200
+"""Characters of a file's name; file systems take 255 bytes."""
 
 
 class WeightFile(Record):
@@ -38,13 +40,13 @@ class WeightEntry(Record):
     """One tensor: `rows` of `row_bytes` bytes from `offset` of file number `file`."""
 
     name: str = Field(description="Hugging Face name")
-    shape: tuple[int, ...]
+    shape: tuple[NonNegativeInt, ...]
     type: str = Field(description="encoding: a ggml type or a safetensors dtype")
     file: int = Field(ge=0)
     offset: int = Field(ge=0)
     row_bytes: int = Field(ge=0)
     interleaved_heads: int | None = Field(
-        default=None, description="heads whose rows lie in GGUF's interleaved RoPE order, or null"
+        default=None, ge=1, description="heads whose rows lie in GGUF's interleaved RoPE order, or null"
     )
     subtract: float = Field(default=0.0, description="from every element, as read")
 
@@ -216,11 +218,12 @@ def _shards(folder: Path) -> list[tuple[Path, list[str] | None]]:
         if Path(file).name != file:
             raise DataError(f"{index}: {name!r} points outside the folder: {file!r}.", "get the model again")
         by_file.setdefault(file, []).append(name)
-    missing = [file for file in sorted(by_file) if not (folder / file).is_file()]
+    missing = [file for file in sorted(by_file) if len(file) > _LONGEST or not (folder / file).is_file()]
     if missing:
         more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
+        shown = ", ".join(f"{file!r:.80}" for file in missing[:3])
         raise DataError(
-            f"{folder}: {', '.join(map(repr, missing[:3]))}{more} of {len(by_file)} weight files "
+            f"{folder}: {shown}{more} of {len(by_file)} weight files "
             f"{'is' if len(missing) == 1 else 'are'} missing.",
             f"get the files that {index.name} names",
         )

@@ -69,7 +69,9 @@ class TextTokenizer:
         text = read_text(path)
         try:
             backend = Tokenizer.from_str(text)
-        except Exception as error:  # tokenizers raises plain Exception
+        except BaseException as error:  # tokenizers raises plain Exception; a panic in Rust is none
+            if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+                raise
             raise DataError(f"{path} cannot be used: {error}.", "get the tokenizer again") from None
         backend.no_padding()
         backend.no_truncation()

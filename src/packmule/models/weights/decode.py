@@ -25,6 +25,16 @@ def decoder(kind: str) -> Callable[[np.ndarray], np.ndarray] | None:
     return _quantized(kind)
 
 
+def row_bytes(kind: str, columns: int) -> int | None:
+    """Bytes of a row in an encoding that `decoder` knows, or None where it has no such row."""
+    if kind in _FLOATS or kind == "BF16":
+        return columns * (2 if kind == "BF16" else np.dtype(_FLOATS[kind]).itemsize)
+    from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
+
+    group, group_bytes = GGML_QUANT_SIZES[GGMLQuantizationType[kind]]
+    return None if columns % group else columns // group * group_bytes
+
+
 def _quantized(kind: str) -> Callable[[np.ndarray], np.ndarray] | None:
     from gguf import GGMLQuantizationType, quants
 

@@ -16,7 +16,7 @@ import numpy as np
 from packmule.data.files import Reader
 from packmule.data.manifest import Manifest, WeightEntry
 from packmule.errors import DataError
-from packmule.models.weights.decode import decoder
+from packmule.models.weights.decode import decoder, row_bytes
 from packmule.models.weights.names import NAMES, HfTensor, hf_tensor, hf_tensors
 from packmule.shapes.model import Block, ModelShape, Parameter
 
@@ -81,6 +81,9 @@ class FileSource(WeightSource):
     def __init__(self, manifest: Manifest) -> None:
         self._kind = manifest.kind
         self._entries = {entry.name: entry for entry in manifest.tensors}
+        astray = next((e for e in manifest.tensors if e.file >= len(manifest.files)), None)
+        if astray is not None:
+            raise DataError(f"weights.json: {astray.name!r:.120} is in no file.", _REPLACE)
         self._readers: list[Reader] = []
         try:
             for file in manifest.files:
@@ -209,6 +212,13 @@ class FileSource(WeightSource):
                 f"{self._path(entry)}: tensor {entry.name!r} is stored as {entry.type}, "
                 "which cannot be decoded.",
                 "convert the model to F32, F16, BF16, Q8_0 or Q4_1",
+            )
+        pairs = 2 * entry.interleaved_heads if entry.interleaved_heads else 1
+        if row_bytes(entry.type, entry.columns) != entry.row_bytes or entry.rows % pairs:
+            raise DataError(
+                f"{self._path(entry)}: tensor {entry.name!r:.120}: rows of {entry.row_bytes} bytes are not "
+                f"{entry.columns} values of {entry.type}.",
+                _REPLACE,
             )
         return decode
 
