@@ -199,7 +199,8 @@ class Reader:
         view, at = out.data.cast("B"), offset
         while len(view):
             try:
-                got = os.preadv(self._descriptor, [view], at)
+                # An offset out of a damaged file may be none at all.
+                got = os.preadv(self._descriptor, [view], at) if 0 <= at < self.bytes else 0
             except OSError as error:
                 raise DiskError(f"cannot read {self.path}: {error.strerror}.", "check the disk") from None
             if not got:

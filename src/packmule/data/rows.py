@@ -108,14 +108,20 @@ class Rows:
 
         Raises:
             IndexError: no such row.
+            DamagedFile: numbers that no row has.
         """
         first, count = self._span(row)
         starts = _read(self._starts, first, count, "<i8")
+        if starts.min(initial=0) < 0:
+            raise _damaged(self._starts, row)
         return list(zip(starts.tolist(), self.lengths(row).tolist(), strict=True))
 
     def lengths(self, row: int) -> np.ndarray:
-        """int32, the length of each piece of a row."""
-        return _read(self._lengths, *self._span(row), "<i4")
+        """int32, the length of each piece of a row; raises as `pieces`."""
+        lengths = _read(self._lengths, *self._span(row), "<i4")
+        if lengths.min(initial=1) < 1 or lengths.sum(dtype=np.int64) > self.meta.max_seq_length:
+            raise _damaged(self._lengths, row)
+        return lengths
 
     def targets(self, row: int) -> int:
         """How many tokens of a row carry loss."""
@@ -129,9 +135,7 @@ class Rows:
             raise IndexError(f"row {row} of {len(self)}")
         first, end = _read(self._rows, row, 2, "<i8").tolist()
         if not 0 <= first <= end <= self.meta.pieces:
-            raise DamagedFile(
-                f"{self._rows.path}: row {row} has no such pieces.", "delete its folder; it is made again"
-            )
+            raise _damaged(self._rows, row)
         return first, end - first
 
     def close(self) -> None:
@@ -139,6 +143,12 @@ class Rows:
         for reader in (self._starts, self._lengths, self._targets, self._rows):
             if reader is not None:
                 reader.close()
+
+
+def _damaged(reader: Reader, row: int) -> DamagedFile:
+    return DamagedFile(
+        f"{reader.path}: what it says of row {row} cannot be.", "delete its folder; it is made again"
+    )
 
 
 def _read(reader: Reader, first: int, count: int, dtype: str) -> np.ndarray:

@@ -186,6 +186,25 @@ def test_truncated_rows_are_damaged(tmp_path: Path, rng: np.random.Generator) ->
 # Loss masks, long documents, mixes
 
 
+@pytest.mark.parametrize("name", ("rows.bin", "pieces.bin", "lengths.bin"))
+def test_numbers_that_cannot_be_are_damage(tmp_path: Path, rng: np.random.Generator, name: str) -> None:
+    store = made_store(tmp_path / "s", [9, 30, 5, 14], rng)
+    pack(tmp_path / "r", store, np.ones(4, bool), 12)
+    path = tmp_path / "r" / name
+    dtype = np.dtype("<i4" if name == "lengths.bin" else "<i8")
+    whole = np.fromfile(path, dtype)
+    for value in (-1, -(2**31), 2**31 - 1, *([] if dtype.itemsize == 4 else [2**62, -(2**62)])):
+        damaged = whole.copy()
+        damaged[rng.integers(len(whole))] = value
+        damaged.tofile(path)
+        rows = Rows(tmp_path / "r")
+        with pytest.raises(DamagedFile):
+            for row in range(len(rows)):
+                for start, length in rows.pieces(row):
+                    store.read(start, length)
+        rows.close()
+
+
 def test_masked_targets_are_left_out_of_batches_and_counts(tmp_path: Path, rng: np.random.Generator) -> None:
     sizes = rng.integers(2, 90, 150).tolist()
     store = made_store(tmp_path / "s", sizes, rng, trained=0.1)
