@@ -72,7 +72,7 @@ bench: setup
 # The exit code is pytest's, not tee's.
 faults: setup
 	@mkdir -p benchmarks/results
-	@bash -c 'set -o pipefail; $(bin)/python -m pytest --long tests/fault tests/exactness \
+	@bash -c 'set -o pipefail; $(bin)/python -m pytest --long tests/fault tests/exactness tests/parity \
 		2>&1 | tee benchmarks/results/faults.log'
 	-@$(bin)/python -m pip install --quiet "atheris>=3.0"
 	$(bin)/python -P tests/fault/fuzz_parsers.py -max_total_time=600

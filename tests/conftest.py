@@ -47,31 +47,31 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    config.stash[_SEED] = config.getoption("--seed")
-    if config.stash[_SEED] is None:
-        config.stash[_SEED] = secrets.randbelow(2**31)
+    config.stash[SEED] = config.getoption("--seed")
+    if config.stash[SEED] is None:
+        config.stash[SEED] = secrets.randbelow(2**31)
     if "torch" in sys.modules:
         sys.modules["torch"].set_num_threads(THREADS)
     else:
         sys.meta_path.insert(0, _LimitTorch())
 
 
-_SEED = pytest.StashKey[int]()
+SEED = pytest.StashKey[int]()
 
 
 def pytest_report_header(config: pytest.Config) -> str:
-    return f"seed: {config.stash[_SEED]} (repeat with --seed {config.stash[_SEED]})"
+    return f"seed: {config.stash[SEED]} (repeat with --seed {config.stash[SEED]})"
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
     # -q hides the header, and a failure without its seed cannot be repeated.
-    terminalreporter.write_line(f"seed: {config.stash[_SEED]}")
+    terminalreporter.write_line(f"seed: {config.stash[SEED]}")
 
 
 @pytest.fixture
 def seed(request: pytest.FixtureRequest) -> int:
     """A seed for this run's random inputs; printed with failures, fixed by --seed."""
-    value = request.config.stash[_SEED]
+    value = request.config.stash[SEED]
     print(f"seed: {value}")
     return value
 

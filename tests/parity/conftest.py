@@ -7,9 +7,29 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from tests.conftest import SEED
+from tests.parity.architectures import Architecture
 
 from packmule.kernels import load, native
 from packmule.kernels.contract import Kernels
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Without `--long`, each test of the table of architectures runs once per row, with one of its
+    precisions, kernel families and ties drawn from this run's seed: all of them take an hour."""
+    if config.getoption("--long"):
+        return
+    groups: dict[tuple[str, str], list[pytest.Item]] = {}
+    for item in items:
+        row = getattr(item, "callspec", None) and item.callspec.params.get("row")  # type: ignore[attr-defined]
+        if isinstance(row, Architecture):
+            groups.setdefault((item.nodeid.split("[")[0], row.name), []).append(item)
+    rng = random.Random(config.stash[SEED])
+    kept = {id(rng.choice(group)) for group in groups.values()}
+    dropped = [item for group in groups.values() for item in group if id(item) not in kept]
+    config.hook.pytest_deselected(items=dropped)
+    gone = set(map(id, dropped))
+    items[:] = [item for item in items if id(item) not in gone]
 
 
 @pytest.fixture
