@@ -74,7 +74,9 @@ def test_generation_takes_the_most_likely_token_of_a_whole_forward(
     engine, _ = case.open(RUN, kernels, disk, needs=Needs(sample_tokens=POSITIONS))
     run_steps(engine, case.data, 0, 1)
     ids = [rng.randrange(case.shape.vocab) for _ in range(5)]
-    tie = NEAR_TIE if case.plan.numerics.precision == "fp32" else 0.1
+    # A rounding may send a token to another expert.
+    narrow = 1.0 if any(layer.experts for layer in case.shape.layer_shapes) else 0.1
+    tie = NEAR_TIE if case.plan.numerics.precision == "fp32" else narrow
     for token in engine.generate(ids, frozenset()):
         best = plain_logits(model, TokenBatch.from_batch(make_batch([[ids]])))[-1].float()
         assert float(best.max() - best[token]) <= tie
