@@ -42,7 +42,7 @@ $(installed): pyproject.toml $(native) $(tools)
 setup: $(installed)
 
 test: setup
-	$(bin)/python -m pytest
+	@tests/halves.sh $(bin)/python $(RETRY)
 
 check: setup
 	$(bin)/ruff check .
