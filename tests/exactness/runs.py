@@ -194,15 +194,19 @@ def state_bytes(
     folder: Path, shape: ModelShape, plan: Plan, kernels: Kernels, disk: Disk | None = None
 ) -> tuple[int, Image]:
     """(step, state) of the last commit, verified."""
-    store = open_store(folder, shape, plan, kernels, disk or PosixDisk())
+    return read_state(open_store(folder, shape, plan, kernels, disk or PosixDisk()), len(shape.blocks()))
+
+
+def read_state(store: StateStore, blocks: int) -> tuple[int, Image]:
+    """(step, every plane of every block) of the last commit, verified; the store is closed."""
     head = store.load()
     assert head is not None
     found = []
     buffer = aligned_buffer(store.layout.chunk_bytes)
-    for block in shape.blocks():
+    for block in range(blocks):
         planes = bytearray()
-        for index, chunk in enumerate(store.layout.chunks(block.index)):
-            store.read(block.index, index, buffer)
+        for index, chunk in enumerate(store.layout.chunks(block)):
+            store.read(block, index, buffer)
             planes += buffer[: chunk.bytes]
         found.append(bytes(planes))
     store.close()

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import torch
-from tests.exactness.runs import COSTS, Trace, progress
+from tests.exactness.runs import COSTS, Trace, progress, read_state
 from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn import functional as F
@@ -203,19 +203,7 @@ class ModuleCase:
 
     def state(self, folder: Path, kernels: Kernels) -> tuple[int, Image]:
         """(step, every plane of every block) of the last commit, verified."""
-        store = self.store(folder, kernels)
-        head = store.load()
-        assert head is not None
-        found = []
-        buffer = aligned_buffer(store.layout.chunk_bytes)
-        for block in range(len(self.masters)):
-            planes = bytearray()
-            for index, chunk in enumerate(store.layout.chunks(block)):
-                store.read(block, index, buffer)
-                planes += buffer[: chunk.bytes]
-            found.append(bytes(planes))
-        store.close()
-        return head.step, found
+        return read_state(self.store(folder, kernels), len(self.masters))
 
 
 def describe(

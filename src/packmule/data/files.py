@@ -182,6 +182,23 @@ class Reader:
             raise DataError(f"cannot open {path}: {error.strerror}.", "check the path") from None
         self.bytes = os.fstat(self._descriptor).st_size
 
+    @classmethod
+    def of_length(cls, path: Path, length: int) -> Reader:
+        """Open a file that Packmule made and knows the bytes of.
+
+        Raises:
+            DataError: it cannot be opened.
+            DamagedFile: it has another length.
+        """
+        reader = cls(path)
+        if reader.bytes != length:
+            reader.close()
+            raise DamagedFile(
+                f"{path} has {reader.bytes} bytes instead of {length}.",
+                "delete its folder; it is made again",
+            )
+        return reader
+
     def read_into(self, out: np.ndarray, offset: int) -> None:
         """Fill `out` (any dtype, contiguous) with the bytes from `offset` on.
 

@@ -86,19 +86,12 @@ class Rows:
             raise DataError(
                 f"{path}: format {self.meta.format} is not supported.", "delete the folder; it is made again"
             )
-        self._starts = self._open("pieces.bin", self.meta.pieces * 8)
-        self._lengths = self._open("lengths.bin", self.meta.pieces * 4)
-        self._targets = self._open("targets.bin", self.meta.pieces * 4) if self.meta.masked else None
-        self._rows = self._open("rows.bin", (self.meta.rows + 1) * 8)
-
-    def _open(self, name: str, length: int) -> Reader:
-        reader = Reader(self.folder / name)
-        if reader.bytes != length:
-            raise DamagedFile(
-                f"{reader.path} has {reader.bytes} bytes instead of {length}.",
-                "delete its folder; it is made again",
-            )
-        return reader
+        self._starts = Reader.of_length(folder / "pieces.bin", self.meta.pieces * 8)
+        self._lengths = Reader.of_length(folder / "lengths.bin", self.meta.pieces * 4)
+        self._targets = (
+            Reader.of_length(folder / "targets.bin", self.meta.pieces * 4) if self.meta.masked else None
+        )
+        self._rows = Reader.of_length(folder / "rows.bin", (self.meta.rows + 1) * 8)
 
     def __len__(self) -> int:
         return self.meta.rows

@@ -125,18 +125,10 @@ class TokenStore:
                 f"{path}: format {self.meta.format} is not supported.", "delete the folder; it is made again"
             )
         self._dtype = np.dtype(self.meta.dtype)
-        self._tokens = self._open("tokens.bin", self.meta.tokens * self._dtype.itemsize)
-        self._documents = self._open("documents.bin", (self.meta.documents + 1) * 8)
-        self._loss = self._open("loss.bin", -(-self.meta.tokens // 8)) if self.meta.masked else None
-
-    def _open(self, name: str, length: int) -> Reader:
-        reader = Reader(self.folder / name)
-        if reader.bytes != length:
-            raise DamagedFile(
-                f"{reader.path} has {reader.bytes} bytes instead of {length}.",
-                "delete its folder; it is made again",
-            )
-        return reader
+        tokens = self.meta.tokens
+        self._tokens = Reader.of_length(folder / "tokens.bin", tokens * self._dtype.itemsize)
+        self._documents = Reader.of_length(folder / "documents.bin", (self.meta.documents + 1) * 8)
+        self._loss = Reader.of_length(folder / "loss.bin", -(-tokens // 8)) if self.meta.masked else None
 
     def read_into(self, out: np.ndarray, start: int) -> None:
         """Fill `out` (int64 [n]) with the ids from token `start` on."""
