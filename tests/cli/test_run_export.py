@@ -135,6 +135,6 @@ def test_a_pruned_export_says_what_it_saves_and_leaves_nothing_behind(trained: D
     assert cut["bytes_saved"] == (cut["before"] - cut["after"]) * hidden * 4 > 0
     assert read_gguf(bench.folder / "few.gguf").metadata["llama.vocab_size"] == cut["after"]
     # by default to the run's own data
-    own = bench.run("export", "run", "own", "--prune-vocab", "--json").succeeded().json["vocabulary"]
+    own = bench.run("export", "run", "pruned_own", "--prune-vocab", "--json").succeeded().json["vocabulary"]
     assert cut["after"] < own["after"] <= own["before"]
     assert not [path.name for path in (bench.folder / "run").iterdir() if "packmule-export" in path.name]

@@ -11,6 +11,11 @@ from tests.cli.bench import Bench
 
 import packmule
 
+WITHOUT_EDITABLE = """import sys
+sys.meta_path[:] = [f for f in sys.meta_path if not type(f).__module__.startswith("_editable")]
+"""
+"""As sitecustomize: an editable install's finder would come before any path."""
+
 
 @pytest.fixture(scope="module")
 def pure(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -18,6 +23,7 @@ def pure(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("pure")
     source = Path(packmule.__file__).parent
     shutil.copytree(source, folder / "packmule", ignore=shutil.ignore_patterns("*.so", "__pycache__"))
+    (folder / "sitecustomize.py").write_text(WITHOUT_EDITABLE)
     return folder
 
 
