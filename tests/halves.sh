@@ -15,8 +15,8 @@ half() {
 }
 
 mkdir -p .pytest_cache
-half one tests/cli tests/memory tests/api tests/parity >.pytest_cache/one.log 2>&1 &
-half two tests/unit tests/contract tests/exactness tests/fault
+half one tests/cli tests/memory tests/api tests/parity tests/contract >.pytest_cache/one.log 2>&1 &
+half two tests/unit tests/exactness tests/fault
 two=$?
 wait $!
 one=$?
