@@ -17,8 +17,6 @@ from packmule.train.launch import halved
 
 INJECT = Path(__file__).parent / "inject"
 FAILS_AT = 5
-PER_ROW = 500_000_000
-"""Bytes that two rows may not have under the budget of jobs.COMMON, and one row may."""
 
 
 @pytest.fixture
@@ -30,7 +28,7 @@ def spoil(monkeypatch: pytest.MonkeyPatch, **order: Any) -> None:
     """Have the children started from now on run out of memory."""
     rest = os.environ.get("PYTHONPATH", "")
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, (str(INJECT), rest))))
-    monkeypatch.setenv("OUT_OF_MEMORY", json.dumps({"step": FAILS_AT, "bytes": PER_ROW, **order}))
+    monkeypatch.setenv("OUT_OF_MEMORY", json.dumps({"step": FAILS_AT, **order}))
 
 
 def changed(job: Job) -> list[tuple[int, str]]:

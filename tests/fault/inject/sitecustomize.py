@@ -1,8 +1,8 @@
 """Makes a training child run out of memory; on the path of a test's processes only.
 
 OUT_OF_MEMORY is a JSON object: `how` ("error": as torch says it; "limit": an allocation that the
-process's own limit refuses; "abort": as C++ dies of it), `rows` (micro-batches of more rows fail),
-`step` (of this process, from 1 on) and `bytes` (per row, for "limit").
+process's own limit refuses; "abort": as C++ dies of it), `rows` (micro-batches of more rows fail) and
+`step` (of this process, from 1 on).
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import importlib.abc
 import importlib.machinery
 import json
 import os
+import resource
 import sys
 
 TARGET = "packmule.engine.bodies"
@@ -33,6 +34,13 @@ class _Finder(importlib.abc.MetaPathFinder):
         return spec
 
 
+def _left():  # type: ignore[no-untyped-def]
+    """Bytes that the process's limit still allows."""
+    with open("/proc/self/status") as status:
+        held = next(line for line in status if line.startswith("VmData"))
+    return resource.getrlimit(resource.RLIMIT_DATA)[0] - int(held.split()[1]) * 1024
+
+
 def _spoil(module):  # type: ignore[no-untyped-def]
     kind = module.TaskKind.LAYER_BACKWARD
     body, steps = module.BODIES[kind], []
@@ -45,7 +53,9 @@ def _spoil(module):  # type: ignore[no-untyped-def]
             if ORDER["how"] == "limit":
                 import torch
 
-                torch.empty(rows * ORDER["bytes"], dtype=torch.uint8)
+                # Twice the rows do not fit, the rows do.
+                share = rows / ORDER["rows"] * 2 / 3
+                torch.empty(int(_left() * share), dtype=torch.uint8)
             elif rows > ORDER["rows"]:
                 if ORDER["how"] == "abort":
                     os.write(2, b"terminate called after throwing an instance of 'std::bad_alloc'\n")

@@ -104,10 +104,16 @@ def test_both_variants_equal_the_written_out_softmax(
     # The gradients take the place of q, k and v.
     attention.attention_backward(kernels, layer, groups, q, k, v, out, lse, dout, q, k, v, scratch)
     assert torch.equal(lse, before)
-    for ours, theirs in zip((out, q, k, v), (expected.detach(), *(x.grad for x in wide)), strict=True):
+    # The gradients of q and k are sums of p (dP - delta), which cancel where a row sees few keys: then what
+    # is left is the rounding of dP, a product of dout and v, times k or q.
+    rows_dp = dout.double().norm(dim=-1).max() * wide[2].detach().norm(dim=-1).max()
+    rounded = torch.finfo(inputs[0].dtype).eps / 2 * layer.scale * float(rows_dp)
+    cancelled = (0.0, *(rounded * float(x.detach().abs().max()) for x in (wide[1], wide[0])), 0.0)
+    gradients = (x.grad for x in wide)
+    for ours, theirs, rest in zip((out, q, k, v), (expected.detach(), *gradients), cancelled, strict=True):
         assert theirs is not None
         scale = max(1.0, float(theirs.abs().max()))
-        assert float((ours.double() - theirs).abs().max()) < limit * scale
+        assert float((ours.double() - theirs).abs().max()) < limit * scale + rest
 
 
 def test_runs_join_equal_neighbors_only() -> None:
