@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -173,3 +174,17 @@ def test_damaged_data_files_end_in_errors_of_ours(name: str, data: Path, seed: i
         outcome(lambda: read_data(data))
 
     examples(spoiled(good, len(good)), check, 1000 if long else 40, seed)
+
+
+def test_a_store_that_cannot_be_opened_leaves_no_file_open(data: Path) -> None:
+    def left_open() -> list[str]:
+        links = (os.readlink(link) for link in Path("/proc/self/fd").iterdir() if link.is_symlink())
+        return [path for path in links if path.startswith(str(data))]
+
+    (data / "rows/rows.bin").write_bytes(b"short")
+    assert "rows.bin has 5 bytes" in outcome(lambda: read_data(data))
+    assert left_open() == []
+    store = TokenStore(data / "store")
+    assert len(left_open()) == 2
+    store.close()
+    assert left_open() == []

@@ -7,6 +7,7 @@ import errno
 import json
 import os
 import shutil
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -168,7 +169,7 @@ class Reader:
     """Reads ranges of one file by pread: nothing is mapped and nothing is kept.
 
     Args:
-        path: the file; it stays open until `close` or the end of the `with` block.
+        path: the file; it stays open until `close`, the end of the `with` block or of the object.
 
     Raises:
         DataError: the file cannot be opened.
@@ -180,6 +181,8 @@ class Reader:
             self._descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         except OSError as error:
             raise DataError(f"cannot open {path}: {error.strerror}.", "check the path") from None
+        # Whoever fails between opening several files leaves none open.
+        self._end = weakref.finalize(self, os.close, self._descriptor)
         self.bytes = os.fstat(self._descriptor).st_size
 
     @classmethod
@@ -241,9 +244,8 @@ class Reader:
 
     def close(self) -> None:
         """Close the file; harmless when repeated."""
-        if self._descriptor >= 0:
-            os.close(self._descriptor)
-            self._descriptor = -1
+        self._end()
+        self._descriptor = -1
 
     def __enter__(self) -> Reader:
         return self
