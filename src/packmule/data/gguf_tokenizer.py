@@ -3,6 +3,7 @@ SentencePiece BPE ("llama"). The way back is packmule.data.gguf_vocabulary."""
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,10 +17,12 @@ from packmule.errors import DataError
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
-_ARRAYS = tuple(f"tokenizer.ggml.{name}" for name in ("tokens", "merges", "scores", "token_type"))
+ARRAYS = tuple(f"tokenizer.ggml.{name}" for name in ("tokens", "merges", "scores", "token_type"))
+"""The arrays that a header must have been read with."""
 _UNKNOWN, _CONTROL, _USER = 2, 3, 4
 _LONGEST = 1024
 """Characters of a token whose ways to be cut in two are listed."""
+_STRIPPED, _UNSTRIPPED = ("phi-3", "phi3"), ("<unk>", "<s>", "<|endoftext|>")
 
 
 def tokenizer_from_gguf(path: Path) -> TextTokenizer:
@@ -28,14 +31,16 @@ def tokenizer_from_gguf(path: Path) -> TextTokenizer:
     Raises:
         DataError: a kind of tokenizer that is not supported, or damaged metadata.
     """
-    return tokenizer_from_metadata(read_gguf(path, _ARRAYS))
+    return tokenizer_from_metadata(read_gguf(path, ARRAYS))
 
 
 def tokenizer_from_metadata(header: GgufHeader) -> TextTokenizer:
     """Like `tokenizer_from_gguf`, from a header read with the tokenizer's arrays."""
     path = header.path
-    tokens = _strings(header, "tokens")
     kind = header.require("tokenizer.ggml.model")
+    tokens = _strings(header, "tokens")
+    if kind == "llama":
+        tokens = _spelled(header, tokens)
     if kind not in ("gpt2", "llama"):
         raise DataError(
             f"{path}: tokenizer {kind!r:.80} is not supported.",
@@ -54,7 +59,8 @@ def tokenizer_from_metadata(header: GgufHeader) -> TextTokenizer:
     eos, bos = ids["eos"], ids["bos"]
     if eos is None:
         raise DataError(f"{path}: the metadata names no end-of-text token.", "convert the model again")
-    add_bos = bool(header.metadata.get("tokenizer.ggml.add_bos_token", kind == "llama")) and bos is not None
+    begins = kind == "llama" or KINDS[_pre(header)].bos
+    add_bos = bool(header.metadata.get("tokenizer.ggml.add_bos_token", begins)) and bos is not None
     if add_bos and bos is not None:
         _begin_with(backend, tokens[bos], bos)
     config: dict[str, Any] = {
@@ -69,6 +75,23 @@ def tokenizer_from_metadata(header: GgufHeader) -> TextTokenizer:
     if isinstance(template, str):
         config["chat_template"] = template
     return TextTokenizer(backend, len(tokens), bos, eos, ids["pad"], add_bos, config, path)
+
+
+def _spelled(header: GgufHeader, tokens: list[str]) -> list[str]:
+    """User-defined runs of spaces as the vocabulary has them: GGUF keeps them as they stand in text."""
+    known = set(tokens)
+    return [
+        spelled
+        if kind == _USER and not token.strip(" ") and (spelled := token.replace(" ", "▁")) not in known
+        else token
+        for token, kind in zip(tokens, _types(header, len(tokens)), strict=True)
+    ]
+
+
+def strips_after(token: str, name: object) -> bool:
+    """Whether white space after a special token is dropped: in Phi-3, which GGUF files tell by the model's
+    name alone (llama.cpp, src/llama-vocab.cpp)."""
+    return any(part in str(name).lower() for part in _STRIPPED) and token not in _UNSTRIPPED
 
 
 def _strings(header: GgufHeader, key: str) -> list[str]:
@@ -91,13 +114,24 @@ def _numbers(header: GgufHeader, key: str, count: int) -> list[Any]:
     return values
 
 
+def _types(header: GgufHeader, count: int) -> list[int]:
+    """Each token's kind; all are normal in a file that does not say."""
+    known = "tokenizer.ggml.token_type" in header.metadata
+    return _numbers(header, "token_type", count) if known else [1] * count
+
+
+def _pre(header: GgufHeader) -> str:
+    """The name of how text is cut. Files from before there were names get the default, as in llama.cpp."""
+    return str(header.metadata.get("tokenizer.ggml.pre", "default"))
+
+
 def _byte_level(header: GgufHeader, vocab: dict[str, int]) -> Tokenizer:
     from tokenizers import Tokenizer, decoders, models, normalizers
 
     pairs = [(left, right) for left, _, right in (m.partition(" ") for m in _strings(header, "merges"))]
     if any(not {*pair, "".join(pair)} <= vocab.keys() for pair in pairs):
         raise DataError(f"{header.path}: a merge does not fit the vocabulary.", "convert the model again")
-    pre = header.metadata.get("tokenizer.ggml.pre", "default")
+    pre = _pre(header)
     if pre not in KINDS:
         raise DataError(
             f"{header.path}: pre-tokenizer {pre!r:.80} is not supported (known: {', '.join(KINDS)}).",
@@ -140,8 +174,11 @@ def _merges(header: GgufHeader, tokens: list[str], vocab: dict[str, int]) -> lis
     """SentencePiece joins the pair whose result scores highest: every way to cut a token in two,
     ordered by the token's score, as transformers' generate_merges orders them."""
     scores = _numbers(header, "scores", len(tokens))
+    kinds = _types(header, len(tokens))
     found = []
-    for token, score in zip(tokens, scores, strict=True):
+    for token, stated, kind in zip(tokens, scores, kinds, strict=True):
+        # a user-defined token is one piece wherever it stands, whatever score the converter gave it
+        score = math.inf if kind == _USER else stated
         if len(token) > _LONGEST:
             raise DataError(f"{header.path}: a token has {len(token)} characters.", "convert the model again")
         pairs = [(token[:i], token[i:]) for i in range(1, len(token))]
@@ -156,13 +193,15 @@ def _merges(header: GgufHeader, tokens: list[str], vocab: dict[str, int]) -> lis
 def _add_special(backend: Tokenizer, header: GgufHeader, tokens: list[str]) -> None:
     from tokenizers import AddedToken
 
-    if "tokenizer.ggml.token_type" not in header.metadata:
-        return
-    pairs = list(zip(tokens, _numbers(header, "token_type", len(tokens)), strict=True))
-    backend.add_special_tokens(
-        [AddedToken(t, normalized=False, special=True) for t, k in pairs if k in (_UNKNOWN, _CONTROL)]
-    )
-    backend.add_tokens([AddedToken(t, normalized=False, special=False) for t, k in pairs if k == _USER])
+    name = header.metadata.get("general.name")
+    special, user = list[AddedToken](), list[AddedToken]()
+    for token, kind in zip(tokens, _types(header, len(tokens)), strict=True):
+        if kind in (_UNKNOWN, _CONTROL, _USER):
+            stripped = strips_after(token, name)
+            found = AddedToken(token, normalized=False, special=kind != _USER, rstrip=stripped)
+            (user if kind == _USER else special).append(found)
+    backend.add_special_tokens(special)
+    backend.add_tokens(user)
 
 
 def _token_id(header: GgufHeader, key: str, count: int) -> int | None:

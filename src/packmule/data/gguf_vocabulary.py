@@ -10,7 +10,7 @@ import numpy as np
 
 from packmule.data.files import read_text
 from packmule.data.gguf import GgufHeader
-from packmule.data.gguf_tokenizer import tokenizer_from_metadata
+from packmule.data.gguf_tokenizer import strips_after, tokenizer_from_metadata
 from packmule.data.pre_tokenizers import PROBE, recognize
 from packmule.data.tokenizer import TextTokenizer
 from packmule.errors import DataError
@@ -44,6 +44,8 @@ def vocabulary_metadata(folder: Path, vocab: int) -> dict[str, Any]:
     else:
         found |= _byte_level(tokenizer, model, folder)
     found["tokenizer.ggml.token_type"] = kinds
+    if _strips_as_phi3(tokenizer):
+        found["general.name"] = "Phi-3"
     unknown = tokenizer.backend.token_to_id(str(model["unk_token"])) if model.get("unk_token") else None
     ids = {"bos": tokenizer.bos, "eos": tokenizer.eos, "padding": tokenizer.pad, "unknown": unknown}
     for name, index in ids.items():
@@ -107,6 +109,8 @@ def _sentencepiece(
             kinds[index] = _BYTE
         if kinds[index] != _NORMAL:
             scores[index] = 0.0
+        if kinds[index] == _USER and not token.strip("▁"):
+            tokens[index] = token.replace("▁", " ")  # llama.cpp looks for it in the text as it stands
     first = tokenizer.backend.encode("a", add_special_tokens=False).tokens
     return {
         "tokenizer.ggml.model": "llama",
@@ -122,11 +126,23 @@ def _merges(model: dict[str, Any]) -> list[tuple[str, str]]:
     return [(left, right) for left, right in pairs]
 
 
+def _strips_as_phi3(tokenizer: TextTokenizer) -> bool:
+    """Whether white space is dropped after exactly those tokens for which Phi-3's name stands in GGUF."""
+    added = tokenizer.backend.get_added_tokens_decoder().values()
+    return any(token.rstrip for token in added) and all(
+        token.rstrip == strips_after(token.content, "phi-3") for token in added
+    )
+
+
 def _check(folder: Path, tokenizer: TextTokenizer, found: dict[str, Any]) -> None:
-    """The metadata read back must give the same ids."""
+    """The metadata read back must give the same ids, and where scores stand for merges the same merges."""
     numbers = ("tokenizer.ggml.scores", "tokenizer.ggml.token_type")
     arrays: dict[str, Any] = {key: np.array(found[key]) for key in numbers if key in found}
     header = GgufHeader(folder, {"general.architecture": "llama", **found, **arrays}, {}, 0)
     again = tokenizer_from_metadata(header)
-    if again.encode([PROBE]) != tokenizer.encode([PROBE]):
+    same = again.encode([PROBE]) == tokenizer.encode([PROBE])
+    if same and "tokenizer.ggml.scores" in found:
+        both = [json.loads(each.backend.to_str())["model"] for each in (tokenizer, again)]
+        same = set(_merges(both[0])) == set(_merges(both[1]))
+    if not same:
         raise DataError(f"{folder}: GGUF cannot express how this tokenizer cuts text.", _FOLDER)

@@ -12,10 +12,13 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
     from tokenizers.pre_tokenizers import PreTokenizer
 
+_GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 _WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"
 _REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 _LLAMA3 = _WORDS + r"\p{N}{1,3}" + _REST
 _QWEN2 = _WORDS + r"\p{N}" + _REST
+_DIGIT = r"\p{N}"
+_MARKS = r"[\p{P}\$\+<=>\^~\|"
 _UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
 _ENDINGS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
 _CASED_REST = r"| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -30,31 +33,37 @@ class Kind(NamedTuple):
     """One way to cut.
 
     Attributes:
-        pattern: a regular expression whose matches are words; None: GPT-2's, within ByteLevel.
-        digits: every digit is a word of its own, before anything else.
+        patterns: regular expressions applied in turn, each to the pieces of the one before; a match is a
+            piece, and so is what lies between two.
         nfc: text is normalized to NFC first.
         ignore_merges: a word that is a token is taken whole, whatever the merges say.
+        bos: documents begin with the begin-of-text token where the file does not say.
     """
 
-    pattern: str | None = None
-    digits: bool = False
+    patterns: tuple[str, ...] = (_GPT2,)
     nfc: bool = False
     ignore_merges: bool = False
+    bos: bool = False
 
 
 KINDS: dict[str, Kind] = {
-    **dict.fromkeys(("gpt-2", "default", "olmo", "mpt", "phi-2", "jais", "trillion"), Kind()),
+    **dict.fromkeys(("gpt-2", "olmo", "mpt", "phi-2", "jais", "trillion", "gigachat"), Kind()),
     **dict.fromkeys(
-        ("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b"), Kind(digits=True)
+        ("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b"),
+        Kind((_DIGIT, _GPT2)),
     ),
     **dict.fromkeys(
-        ("llama-bpe", "llama3", "llama-v3", "falcon3", "pixtral", "lfm2"), Kind(_LLAMA3, ignore_merges=True)
+        ("llama-bpe", "llama3", "llama-v3", "falcon3", "pixtral", "lfm2"),
+        Kind((_LLAMA3,), ignore_merges=True, bos=True),
     ),
-    **dict.fromkeys(("smaug-bpe", "dbrx"), Kind(_LLAMA3)),
-    **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "megrez"), Kind(_QWEN2, nfc=True)),
-    "stablelm2": Kind(_QWEN2),
-    "tekken": Kind(_cased("", r"\p{N}"), ignore_merges=True),
-    **dict.fromkeys(("gpt-4o", "llama4"), Kind(_cased(_ENDINGS, r"\p{N}{1,3}"))),
+    **dict.fromkeys(("dbrx", "smaug-bpe"), Kind((_LLAMA3,))),
+    **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "megrez"), Kind((_QWEN2,), nfc=True)),
+    "stablelm2": Kind((_QWEN2,)),
+    "tekken": Kind((_cased("", _DIGIT),), ignore_merges=True),
+    **dict.fromkeys(("gpt-4o", "llama4"), Kind((_cased(_ENDINGS, r"\p{N}{1,3}"),))),
+    "deepseek-coder": Kind((r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", "[一-龥ࠀ-一가-\ud7ff]+", _DIGIT)),
+    "falcon": Kind((_MARKS + "`]+", _GPT2, r"[0-9][0-9][0-9]")),
+    "default": Kind((_MARKS + "]+", _GPT2, r"\p{N}+", r"[0-9][0-9][0-9]")),
 }
 """GGUF's name -> what it stands for. Of names for one kind the first is the one written."""
 
@@ -71,13 +80,16 @@ def pre_tokenizer(kind: Kind) -> PreTokenizer:
     """The kind as `tokenizers` runs it; pieces come out in the byte alphabet."""
     from tokenizers import Regex, pre_tokenizers
 
-    split = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=kind.pattern is None)
-    if kind.pattern is not None:
-        words = pre_tokenizers.Split(Regex(kind.pattern), behavior="isolated")
-        return pre_tokenizers.Sequence([words, split])
-    if kind.digits:
-        return pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), split])
-    return split
+    # ByteLevel can cut by GPT-2's pattern itself, and Digits by single ones: both faster than a regex
+    last = kind.patterns[-1] == _GPT2
+    steps = [
+        pre_tokenizers.Digits(individual_digits=True)
+        if pattern == _DIGIT
+        else pre_tokenizers.Split(Regex(pattern), behavior="isolated")
+        for pattern in (kind.patterns[:-1] if last else kind.patterns)
+    ]
+    level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=last)
+    return pre_tokenizers.Sequence([*steps, level]) if steps else level
 
 
 def recognize(backend: Tokenizer, ignore_merges: bool) -> str | None:

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import random
+import re
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 import regex
 from tests.unit.data.samples import CORPUS, SPECIALS, random_text
 
-from packmule.data.gguf_tokenizer import tokenizer_from_gguf
+from packmule.data.gguf import read_gguf
+from packmule.data.gguf_tokenizer import ARRAYS, tokenizer_from_gguf, tokenizer_from_metadata
 from packmule.data.tokenizer import TextTokenizer
 from packmule.errors import DataError
 
@@ -28,7 +33,15 @@ CASED = (
 )
 PATTERNS = {
     "gpt-2": [GPT2],
-    "default": [GPT2],
+    "default": [r"[\p{P}$+<=>^~|]+", GPT2, r"\p{N}+", "[0-9]{3}"],
+    "falcon": [r"[\p{P}$+<=>^~|`]+", GPT2, "[0-9]{3}"],
+    "deepseek-coder": [
+        r"[\r\n]",
+        r"\s?\p{L}+",
+        r"\s?\p{P}+",
+        r"[\u4e00-\u9fa5\u0800-\u4e00\uac00-\ud7ff]+",
+        r"\p{N}",
+    ],
     "smollm": [r"\p{N}", GPT2],
     "llama-bpe": [LLAMA3],
     "smaug-bpe": [LLAMA3],
@@ -167,6 +180,69 @@ def test_transformers_loads_the_saved_folder(
         for text, ids in zip(texts, made.encode(texts), strict=True):
             assert theirs(text, add_special_tokens=False).input_ids == ids
             assert theirs(text).input_ids == begin + ids
+
+
+def changed(path: Path, **metadata: Any) -> TextTokenizer:
+    """The tokenizer of a file after a change of its metadata; None leaves a key out."""
+    header = read_gguf(path, ARRAYS)
+    kept = {**header.metadata, **{key.replace("__", "."): value for key, value in metadata.items()}}
+    return tokenizer_from_metadata(
+        replace(header, metadata={key: value for key, value in kept.items() if value is not None})
+    )
+
+
+def test_a_file_that_names_no_cut_gets_the_default(byte_level: Callable[..., Path], seed: int) -> None:
+    texts = [random_text(random.Random(seed), 200)]
+    path = byte_level("gpt-2")
+    unnamed = changed(path, tokenizer__ggml__pre=None)
+    assert unnamed.encode(texts) == changed(path, tokenizer__ggml__pre="default").encode(texts)
+    assert unnamed.digest != tokenizer_from_gguf(path).digest
+
+
+@pytest.mark.parametrize(("pre", "begins"), [("llama-bpe", True), ("gpt-2", False), ("tekken", False)])
+def test_files_that_do_not_say_begin_documents_as_their_family_does(
+    pre: str, begins: bool, byte_level: Callable[..., Path]
+) -> None:
+    assert changed(byte_level(pre), tokenizer__ggml__add_bos_token=None).add_bos == begins
+    assert not changed(byte_level(pre), tokenizer__ggml__add_bos_token=False).add_bos
+
+
+def test_white_space_after_the_special_tokens_of_phi3_is_dropped(sentencepiece: Path) -> None:
+    named = changed(sentencepiece, general__name="Phi-3-mini-4k")
+    plain = tokenizer_from_gguf(sentencepiece)
+    # </s> drops what follows it, <s> and <unk> do not
+    text = "</s> \n the<s> \n the<unk>  the"
+    assert named.encode([text]) == plain.encode(["</s>the<s> \n the<unk>  the"])
+    assert named.encode([text]) != plain.encode([text])
+
+
+@pytest.mark.parametrize("spelled", ["stated", "respelled"])
+def test_runs_of_spaces_are_one_user_defined_token(spelled: str, sentencepiece: Path, seed: int) -> None:
+    """Gemma's: in GGUF they stand as spaces, with a score below all others."""
+    header = read_gguf(sentencepiece, ARRAYS)
+    tokens, runs = list(header.metadata["tokenizer.ggml.tokens"]), [2, 3, 4, 5, 6]
+    tokens.remove("▁▁")
+    kept = [i for i, t in enumerate(header.metadata["tokenizer.ggml.tokens"]) if t != "▁▁"]
+    numbers = {k: header.metadata[f"tokenizer.ggml.{k}"][kept] for k in ("scores", "token_type")}
+    mark = " " if spelled == "stated" else "▁"
+    made = changed(
+        sentencepiece,
+        tokenizer__ggml__tokens=[*tokens, *(mark * n for n in runs)],
+        tokenizer__ggml__scores=np.append(numbers["scores"], [-1000.0] * len(runs)),
+        tokenizer__ggml__token_type=np.append(numbers["token_type"], [4] * len(runs)),
+        tokenizer__ggml__add_space_prefix=False,
+    )
+    rng = random.Random(seed)
+    for _ in range(30):
+        words = [" " * rng.randint(1, 15) if rng.random() < 0.5 else rng.choice(["the", "cat", "mu"])
+                 for _ in range(20)]  # fmt: skip
+        text = "".join(words)
+        found = [made.backend.id_to_token(i) for i in made.encode([text])[0]]
+        assert made.decode(made.encode([text])[0]) == text
+        cut = [len(piece) for piece in found if not piece.strip("▁")]
+        whole = [n for run in re.findall(" +", text) for n in ([6] * (len(run) // 6) + [len(run) % 6]) if n]
+        # a single space may belong to the word behind it
+        assert [n for n in cut if n > 1] == [n for n in whole if n > 1], text
 
 
 @pytest.mark.parametrize(("change", "message"), [
