@@ -138,3 +138,37 @@ def test_a_pruned_export_says_what_it_saves_and_leaves_nothing_behind(trained: D
     own = bench.run("export", "run", "pruned_own", "--prune-vocab", "--json").succeeded().json["vocabulary"]
     assert cut["after"] < own["after"] <= own["before"]
     assert not [path.name for path in (bench.folder / "run").iterdir() if "packmule-export" in path.name]
+
+
+def test_a_model_that_is_no_run_is_converted_both_ways(trained: Done, bench: Bench) -> None:
+    config = bench.folder / "run" / "model" / "config.json"
+    exact = weights(bench.folder / "run" / "final", config)
+    bench.run("export", "run/final", "first.gguf", "--dtype", "F32").succeeded()
+    shown = bench.run("export", "first.gguf", "first", "--dtype", "float32", "--json").succeeded().json
+    assert (shown["output"], shown["dtype"]) == ("first", "float32")
+    for name, value in weights(bench.folder / "first", config).items():
+        assert np.array_equal(value, exact[name]), name
+    tokenizers = [TextTokenizer.from_folder(bench.folder / path) for path in ("run/final", "first")]
+    before, after = (tokenizer.encode([*FEW, "naïve ☕"]) for tokenizer in tokenizers)
+    assert before == after
+    assert not list(bench.folder.glob("packmule-export-*"))
+
+
+def test_a_models_vocabulary_is_cut_to_a_corpus_as_a_runs_is(trained: Done, bench: Bench) -> None:
+    bench.write_texts("few.jsonl", FEW)
+    words = ("--prune-vocab", "--corpus", "few.jsonl", "--dtype", "float32")
+    bench.run("export", "run/final", "cut_model", *words).succeeded()
+    bench.run("export", "run", "cut_run", *words).succeeded()
+    for name in ("config.json", "tokenizer.json", "model.safetensors"):
+        model, run = ((bench.folder / path / name).read_bytes() for path in ("cut_model", "cut_run"))
+        assert model == run, name
+
+
+def test_a_model_has_no_data_to_cut_its_vocabulary_to(trained: Done, bench: Bench) -> None:
+    message = bench.run("export", "run/final", "new", "--prune-vocab").refused()
+    assert "run/final is a model" in message and "--corpus PATH" in message
+    message = bench.run("export", "nothing", "new").refused()
+    assert "nothing is neither a run nor a model." in message
+    message = bench.run("export", "model", "new").refused()
+    assert "model" in message and "safetensors" in message
+    assert not (bench.folder / "new").exists() and not list(bench.folder.glob("packmule-export-*"))

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 import shutil
 from pathlib import Path
 
+import numpy as np
 import pytest
+from safetensors.numpy import load_file, save_file
 from tests.cli.bench import Bench, Done
 
 from packmule.spec.plan import Plan
@@ -105,6 +108,39 @@ def test_a_plan_that_does_not_fit_offers_three_ways_out_that_all_work(
         flags = found[1].split()
         assert len(set(flags[::2])) == len(flags[::2]), way
         assert bench.run(*words, "--ram", ram, *flags).code == 0, way
+
+
+def test_where_a_vocabulary_is_what_is_too_large_cutting_it_is_a_way_out(bench: Bench) -> None:
+    """Once the data is there its tokens are known; the command that is named makes what is named."""
+    first = bench.job("wide_seed", train__max_steps=1)
+    bench.run("train", first.name).succeeded()
+    wide = bench.folder / "wide"
+    bench.run("export", "wide_seed", "wide", "--dtype", "float32").succeeded()
+    widen(wide, 200_000)
+    job = bench.job("wide_job", model__path="wide", model__init="pretrained", hardware__threads=1)
+    message = bench.run("train", job.name, "--ram", "450MB").refused(3)
+    ways, command = re.fullmatch(
+        r"(?s).*these would fit: (.*)\. The model of `--model wide-pruned` has [\d,]+ of [\d,]+ tokens; "
+        r"make it with `packmule (.*)`\s*",
+        message,
+    ).groups()  # type: ignore[union-attr]
+    assert len(ways.split("; ")) >= 2, message
+    bench.run(*shlex.split(command)).succeeded()
+    way = next(way for way in ways.split("; ") if "wide-pruned" in way)
+    flags = shlex.split(way.split(" (")[0])
+    bench.run("train", job.name, *flags, "--max-steps", "1", "--output-dir", "wide_run").succeeded()
+
+
+def widen(folder: Path, vocab: int) -> None:
+    """Give a model rows for tokens that its tokenizer does not have."""
+    path = folder / "model.safetensors"
+    tensors = load_file(path)
+    old = tensors["model.embed_tokens.weight"]
+    tensors["model.embed_tokens.weight"] = np.zeros((vocab, old.shape[1]), old.dtype)
+    tensors["model.embed_tokens.weight"][: len(old)] = old
+    save_file(tensors, path)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "vocab_size": vocab}))
 
 
 def test_a_job_can_be_flags_alone(bench: Bench) -> None:

@@ -1,4 +1,4 @@
-"""`packmule export`: a run's weights as a Hugging Face folder or a .gguf file."""
+"""`packmule export`: a run's or a model's weights as a Hugging Face folder or a .gguf file."""
 
 from __future__ import annotations
 
@@ -7,12 +7,18 @@ from typing import Annotated
 
 import typer
 
-from packmule.cli.common import JsonFlag, RunArgument, environment_of, print_json
+from packmule.cli.common import JsonFlag, environment_of, print_json
 
 
 def export(
     context: typer.Context,
-    run: RunArgument,
+    source: Annotated[
+        Path,
+        typer.Argument(
+            metavar="RUN",
+            help="The output folder of a run, a checkpoint-N in it, or a model (folder or .gguf).",
+        ),
+    ],
     output: Annotated[
         Path, typer.Argument(metavar="OUT", help="A folder, or a file ending in .gguf; not there yet.")
     ],
@@ -32,11 +38,13 @@ def export(
     ] = False,
     corpus: Annotated[
         list[str] | None,
-        typer.Option("--corpus", metavar="PATH", help="With --prune-vocab: this text instead."),
+        typer.Option(
+            "--corpus", metavar="PATH", help="With --prune-vocab: this text instead; a model needs one."
+        ),
     ] = None,
     json: JsonFlag = False,
 ) -> int:
-    """Write a run's weights for other tools.
+    """Write a run's or a model's weights for other tools.
 
     They are copied block by block and checksums are verified on the way; the output appears
     only when it is complete. Tokenizer and chat template go with them.
@@ -45,12 +53,13 @@ def export(
     packmule export out model
     packmule export out model.gguf --dtype q8_0
     packmule export out/checkpoint-100 model --prune-vocab --corpus texts/
+    packmule export model.gguf folder
     """
     from packmule.spec.units import parse_bytes
     from packmule.train.export import export as run_export
 
     found = run_export(
-        run,
+        source,
         output,
         environment_of(context),
         dtype=dtype,

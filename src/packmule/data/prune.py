@@ -17,6 +17,7 @@ import numpy as np
 
 from packmule.data.files import read_json, write_json, write_text
 from packmule.data.model_files import copy_model_files
+from packmule.data.prepared import open_data
 from packmule.data.store import TokenStore
 from packmule.data.tokenizer import TextTokenizer
 from packmule.errors import DataError
@@ -33,6 +34,23 @@ def used_ids(store: TokenStore, vocab: int) -> np.ndarray:
     return used
 
 
+def ids_of_data(data: Path, model: Path, vocab: int) -> np.ndarray:
+    """The ids that stay when a vocabulary is cut down to prepared data, ascending: int64 [kept].
+
+    Args:
+        data: OUT/data, as prepared.
+        model: OUT/model, the prepared model folder.
+
+    Raises:
+        DataError: as `kept_ids`; PackmuleError: as `open_data`.
+    """
+    found = open_data(data)
+    used = used_ids(found.store, vocab)
+    for held_out in found.validation:
+        used |= used_ids(held_out.store, vocab)
+    return kept_ids(model, used)
+
+
 def kept_ids(folder: Path, used: np.ndarray) -> np.ndarray:
     """The ids that stay when a vocabulary is cut down, ascending: int64 [kept].
 
@@ -41,7 +59,7 @@ def kept_ids(folder: Path, used: np.ndarray) -> np.ndarray:
         used: bool [vocab], the ids that the corpus uses.
 
     Raises:
-        DataError: the tokenizer is no BPE, or cannot spell every text.
+        DataError: the tokenizer is no BPE.
     """
     tokenizer = TextTokenizer.from_folder(folder)
     model = _bpe(folder, tokenizer)
@@ -55,7 +73,7 @@ def kept_ids(folder: Path, used: np.ndarray) -> np.ndarray:
                 kept[index] = True
     if model.get("unk_token") in vocab:
         kept[vocab[model["unk_token"]]] = True
-    spelling = _spelling(folder, model)
+    spelling = _spelling(model)
     kept[[vocab[token] for token in spelling]] = True
     ranks = {pair: rank for rank, pair in enumerate(_merges(model))}
     tokens = {index: token for token, index in vocab.items()}
@@ -111,21 +129,16 @@ def _bpe(folder: Path, tokenizer: TextTokenizer) -> dict[str, Any]:
     return model
 
 
-def _spelling(folder: Path, model: dict[str, Any]) -> list[str]:
-    """Tokens that spell any text: <0x00> to <0xFF>, or the byte alphabet."""
-    from tokenizers.pre_tokenizers import ByteLevel
-
+def _spelling(model: dict[str, Any]) -> list[str]:
+    """Tokens that spell whatever the whole vocabulary spells: all bytes <0x00> to <0xFF> where it falls back
+    to them, else every single character, which BPE begins with. (A byte-level one's are bytes too; those
+    that its training never met are missing, as they are in SmolLM2's.)"""
     vocab = model["vocab"]
-    alphabet = (
-        [f"<0x{byte:02X}>" for byte in range(256)] if model.get("byte_fallback") else ByteLevel.alphabet()
-    )
-    found = [token for token in alphabet if token in vocab]
-    if len(found) != len(alphabet) and not model.get("unk_token"):
-        raise DataError(
-            f"{folder}: the vocabulary has only {len(found)} of {len(alphabet)} bytes.",
-            "export without `--prune-vocab`",
-        )
-    return found
+    fallback = [f"<0x{byte:02X}>" for byte in range(256)] if model.get("byte_fallback") else []
+    found = [token for token in fallback if token in vocab]
+    if found and len(found) == len(fallback):
+        return found
+    return [*found, *(token for token in vocab if len(token) == 1)]
 
 
 def _merges(model: dict[str, Any]) -> list[tuple[str, str]]:

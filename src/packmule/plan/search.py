@@ -11,7 +11,7 @@ from packmule.graph.model import PLANES
 from packmule.plan.bounds import Sizes, ram_bound, seconds_bound
 from packmule.plan.candidates import CHUNK_BYTES, candidates, streams
 from packmule.plan.predict import STAGING_BYTES, baseline, batch_bytes, predict, step_only
-from packmule.plan.situation import Situation
+from packmule.plan.situation import Situation, Smaller
 from packmule.spec.plan import Io, Plan
 from packmule.spec.units import format_bytes, format_seconds
 
@@ -28,7 +28,8 @@ WAYS = 3
 """Ways out that a refusal names at most."""
 
 WORTH_SAVING = 0.02
-"""Part of the memory a job needs that a change must save to be named with a smaller `--ram`."""
+"""Part of the memory a job needs above the baseline that a change must save to be named with a smaller
+`--ram`."""
 
 SHORTEST = 32
 """Rows are not proposed to be shorter than this."""
@@ -184,8 +185,12 @@ def leanest(situation: Situation) -> tuple[Plan, int]:
         (plan, bytes of the process tree)
     """
     ranked = _by_bound(situation)
+    # A step is one of the phases, and much sooner worked out than all of them.
+    steps = sorted((step_only(situation, plan)[1], index, plan) for _, index, plan in ranked[:LEAN])
     best: tuple[Plan, int] | None = None
-    for _, _, plan in ranked[:LEAN]:
+    for ram, _, plan in steps:
+        if best is not None and ram >= best[1]:
+            break
         predicted = predict(situation, plan)
         if best is None or predicted.peak_ram_bytes < best[1]:
             best = plan, predicted.peak_ram_bytes
@@ -200,11 +205,12 @@ def leanest(situation: Situation) -> tuple[Plan, int]:
 def _refusal(situation: Situation) -> DoesNotFit:
     """How much is missing, and up to three changes that would fit: more memory, then others."""
     _, needed = leanest(situation)
+    smaller = None if situation.fixed else situation.smaller()
     ways = []
     roomy = _search(replace(situation, budget_bytes=_rounded(needed)), FEW)
     if roomy is not None:
         ways.append(_way(f"--ram {_typed(_rounded(needed))}", roomy))
-    changes = _changes(situation)
+    changes = _changes(situation, smaller)
     # Mild changes first, then two of them together.
     for names in [*combinations(changes, 1), *combinations(changes, 2)]:
         if len(ways) == WAYS:
@@ -215,6 +221,9 @@ def _refusal(situation: Situation) -> DoesNotFit:
         if found is not None:
             ways.append(_way(" ".join(names), found))
     ways += _partial_ways(situation, changes, needed)[: WAYS - len(ways)]
+    if smaller is not None and any(smaller.flag in way for way in ways):
+        kept = f"{smaller.tokens:,} of {situation.shape.vocab:,} tokens"
+        ways[-1] += f". The model of `{smaller.flag}` has {kept}; make it with `{smaller.command}`"
     budget = situation.budget_bytes
     return DoesNotFit(
         f"The job needs at least {format_bytes(needed)} of RAM, {format_bytes(needed - budget)} more "
@@ -248,7 +257,7 @@ def _partial_ways(situation: Situation, changes: Changes, needed: int) -> list[s
         chosen = min(offered, key=lambda names: offered[names])
         changed = _changed(situation, changes, chosen)
         _, least = leanest(changed)
-        if least > needed * (1 - WORTH_SAVING):
+        if least > needed - WORTH_SAVING * max(0, needed - baseline(situation)):
             break
         needed = least
         found = _search(replace(changed, budget_bytes=_rounded(least)), FEW)
@@ -271,8 +280,12 @@ def _rounded(size: int) -> int:
     return -(-size // 10_000_000) * 10_000_000
 
 
-def _changes(situation: Situation) -> Changes:
-    """Flags that change a job and save memory, mildest first; none when a run is resumed."""
+def _changes(situation: Situation, smaller: Smaller | None) -> Changes:
+    """Flags that change a job and save memory, mildest first; none when a run is resumed.
+
+    Args:
+        smaller: a model that may be trained instead.
+    """
     if situation.fixed:
         return {}
     numerics, wishes = situation.numerics, situation.wishes
@@ -303,4 +316,6 @@ def _changes(situation: Situation) -> Changes:
                 numerics=s.numerics.model_copy(update={"max_seq_length": n}),
                 mean_length=s.mean_length / d,
             )
+    if smaller is not None and smaller.tokens < situation.shape.vocab:
+        found[smaller.flag] = lambda s: replace(s, shape=replace(s.shape, vocab=smaller.tokens))
     return found

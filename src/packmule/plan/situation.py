@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 
 from packmule.graph.costs import Costs
 from packmule.shapes.model import ModelShape
@@ -13,6 +14,25 @@ from packmule.spec.plan import (
     Numerics,
     Update,
 )
+
+
+@dataclass(frozen=True)
+class Smaller:
+    """The same model with its vocabulary cut down to the data.
+
+    Attributes:
+        tokens: that stay.
+        flag: names it in a job.
+        command: makes it.
+    """
+
+    tokens: int
+    flag: str
+    command: str
+
+
+def _nothing() -> None:
+    return None
 
 
 @dataclass(frozen=True)
@@ -37,6 +57,8 @@ class Situation:
         sample_tokens: positions of a generated sample, prompt included; 0: none.
         disk_free_bytes: room for state, work and snapshots.
         total_steps: of the whole run.
+        smaller: finds out what cutting the vocabulary would leave, or None where that is not known or
+            not possible. Asked only for a refusal, since it reads all tokens.
     """
 
     shape: ModelShape
@@ -56,3 +78,4 @@ class Situation:
     sample_tokens: int
     disk_free_bytes: int
     total_steps: int
+    smaller: Callable[[], Smaller | None] = field(default=_nothing, compare=False)

@@ -19,6 +19,7 @@ from packmule.plan.inference import inference_plan
 from packmule.shapes.bodies import dtypes
 from packmule.shapes.model import ModelShape
 from packmule.spec.environment import Environment
+from packmule.spec.job import Data
 from packmule.tiers.disk import PosixDisk
 from packmule.train.folder import HELD_OUT, RunFolder, perplexities, read_log
 from packmule.train.memory import process_memory
@@ -51,7 +52,8 @@ def evaluate(
         data = folder.data
         if dataset:
             data = Path(temporary) / "data"
-            prepare_text(folder, environment, dataset, head, Path(temporary))
+            row = head.numerics.max_seq_length
+            prepare_text(folder.model, environment, dataset, folder.job().data, row, Path(temporary))
         sets = open_data(data).validation
         if not sets:
             raise ConfigError(f"{folder.path} has no validation data.", "give text with --dataset")
@@ -69,18 +71,23 @@ def evaluate(
 
 
 def prepare_text(
-    folder: RunFolder, environment: Environment, dataset: tuple[str, ...], head: Head, out: Path
+    model: Path, environment: Environment, dataset: tuple[str, ...], reading: Data, length: int, out: Path
 ) -> PrepareReport:
-    """Tokenize other text with the run's tokenizer, all of it for validation."""
+    """Tokenize text that is not a run's own into OUT/data, all of it for validation.
+
+    Args:
+        model: a prepared model folder.
+        reading: how records are read.
+        length: tokens of a row.
+    """
     report: dict[str, Any] = {}
-    data = folder.job().data
     request = PrepareRequest(
-        model=str(folder.model),
+        model=str(model),
         dataset=dataset,
-        columns=data.columns,
-        train_on=data.train_on,
-        long_documents=data.long_documents,
-        max_seq_length=head.numerics.max_seq_length,
+        columns=reading.columns,
+        train_on=reading.train_on,
+        long_documents=reading.long_documents,
+        max_seq_length=length,
         val_size=0.0,
         validation_only=True,
         seed=0,

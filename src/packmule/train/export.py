@@ -1,25 +1,29 @@
-"""`packmule export`: a commit's weights as a Hugging Face folder or a .gguf file. Loads no torch."""
+"""`packmule export`: weights as a Hugging Face folder or a .gguf file. Loads no torch."""
 
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
 
-from packmule.checkpoint.head import Head
 from packmule.checkpoint.reader import StateReader
-from packmule.data.prepared import open_data
-from packmule.data.prune import kept_ids, prune_model_folder, used_ids
+from packmule.data.files import disk_errors, read_json
+from packmule.data.model_files import prepare_model
+from packmule.data.prune import ids_of_data, prune_model_folder
 from packmule.errors import ConfigError
 from packmule.kernels import checksum
 from packmule.models.weights.export import SHARD_BYTES, ExportDtype, export_bytes, write_huggingface
 from packmule.models.weights.gguf_export import GgufDtype, gguf_bytes, write_gguf
-from packmule.models.weights.rows import vocabulary_rows
-from packmule.shapes.model import ModelShape
+from packmule.models.weights.rows import Tensors, vocabulary_rows
+from packmule.models.weights.source import WeightSource
+from packmule.shapes.model import Block, ModelShape, Parameter
 from packmule.spec.environment import Environment
+from packmule.spec.job import Data
 from packmule.tiers.disk import PosixDisk
 from packmule.train.commands import commit_of, prepare_text
 from packmule.train.folder import RunFolder
@@ -35,8 +39,29 @@ _DTYPES: dict[str, tuple[ExportDtype | None, GgufDtype]] = {
 """Names of what weights are written as -> in a folder, in a .gguf file."""
 
 
+CORPUS_ROW = 2048
+"""Tokens of a row where a corpus is read with no run to say: rows are not used."""
+
+
+@dataclass(frozen=True)
+class _Origin:
+    """What is exported.
+
+    Attributes:
+        model: its prepared model folder.
+        data: OUT/data of the run that it is of, if any.
+    """
+
+    tensors: Tensors
+    shape: ModelShape
+    config: Mapping[str, Any]
+    model: Path
+    data: Path | None = None
+    reading: Data = field(default_factory=Data)
+
+
 def export(
-    run: Path,
+    source: Path,
     output: Path,
     environment: Environment,
     dtype: str | None = None,
@@ -44,51 +69,94 @@ def export(
     prune_vocab: bool = False,
     corpus: tuple[str, ...] = (),
 ) -> Exported:
-    """Write a commit's weights as a Hugging Face folder or a .gguf file, verified on the way.
+    """Write weights as a Hugging Face folder or a .gguf file; a commit's are verified on the way.
 
     Args:
+        source: a run, a snapshot in it, or a model: a Hugging Face folder or a .gguf file.
         output: a folder, or a file whose name ends in .gguf; neither may exist.
         dtype: by default bfloat16 in a folder, float16 in a .gguf file; q8_0 in the latter only.
         shard_bytes: most bytes of weights in one file of a folder.
         prune_vocab: leave out the tokens that `corpus`, by default the run's own data, does not use.
 
     Raises:
-        ConfigError: an unknown dtype, a family that .gguf files are not written of, or the output exists.
+        ConfigError: an unknown dtype, a family that .gguf files are not written of, the output exists, or
+            there is nothing that the vocabulary could be cut to.
         PackmuleError: see the parts.
     """
-    folder = RunFolder.open(run)
-    head = commit_of(folder)
-    output = output.expanduser()
+    source, output = source.expanduser(), output.expanduser()
+    folder = RunFolder.at(source)
+    if folder is None and not (source.is_file() or (source / "config.json").exists()):
+        raise ConfigError(
+            f"{source} is neither a run nor a model.",
+            "give the output folder of `packmule train`, a checkpoint-N in it, a model folder or .gguf file",
+        )
     gguf = output.suffix.lower() == ".gguf"
     if output.exists():
         what = "file" if gguf else "folder"
         raise ConfigError(f"{output} exists already.", f"name a {what} that does not exist yet")
     if corpus and not prune_vocab:
         raise ConfigError("`--corpus` is given without `--prune-vocab`.", "add `--prune-vocab`")
+    if prune_vocab and folder is None and not corpus:
+        raise ConfigError(
+            f"{source} is a model, which has no data that its vocabulary could be cut to.",
+            "add `--corpus PATH`, the text that it is for",
+        )
     chosen = _export_dtype(dtype or ("float16" if gguf else "bfloat16"), gguf)
-    with (
-        StateReader.open(PosixDisk(), folder.state, checksum()) as reader,
-        tempfile.TemporaryDirectory(prefix="packmule-export-", dir=folder.path) as temporary,
-    ):
-        tensors, model, config = exporter(reader), folder.model, folder.model_config()
-        shape = folder.shape()
+    place = output.absolute().parent if folder is None else folder.path
+    with disk_errors(place):
+        place.mkdir(parents=True, exist_ok=True)
+        temporary = tempfile.TemporaryDirectory(prefix="packmule-export-", dir=place)
+    with temporary as work, _origin(folder, source, Path(work)) as origin:
+        tensors, model, config, shape = origin.tensors, origin.model, origin.config, origin.shape
         before = _export_bytes(shape, config, chosen)
         cut: CutVocabulary | None = None
         if prune_vocab:
-            kept = _corpus_ids(folder, environment, corpus, head, Path(temporary))
-            model = Path(temporary) / "pruned"
+            kept = _corpus_ids(origin, environment, corpus, Path(work))
+            model = Path(work) / "pruned"
             model.mkdir()
-            config = prune_model_folder(folder.model, model, kept)
+            config = prune_model_folder(origin.model, model, kept)
             tensors = vocabulary_rows(tensors, kept)
-            whole, shape = shape, ModelShape.from_config(config, str(model / "config.json"))
+            shape = ModelShape.from_config(config, str(model / "config.json"))
             saved = before - _export_bytes(shape, config, chosen)
-            cut = CutVocabulary(before=whole.vocab, after=shape.vocab, bytes_saved=saved)
+            cut = CutVocabulary(before=origin.shape.vocab, after=shape.vocab, bytes_saved=saved)
         if gguf:
             write_gguf(output, shape, config, tensors, cast(GgufDtype, chosen), model)
         else:
             write_huggingface(output, shape, config, tensors, cast(ExportDtype, chosen), model, shard_bytes)
     size = _export_bytes(shape, config, chosen)
     return Exported(output=str(output), dtype=chosen, weight_bytes=size, vocabulary=cut)
+
+
+@contextmanager
+def _origin(folder: RunFolder | None, source: Path, temporary: Path) -> Iterator[_Origin]:
+    """A run's last commit, or a model as it is."""
+    if folder is not None:
+        commit_of(folder)
+        with StateReader.open(PosixDisk(), folder.state, checksum()) as reader:
+            yield _Origin(
+                exporter(reader),
+                folder.shape(),
+                folder.model_config(),
+                folder.model,
+                folder.data,
+                folder.job().data,
+            )
+        return
+    model = temporary / "model"
+    prepare_model(source, model)
+    config = read_json(model / "config.json")
+    shape = ModelShape.from_config(config, str(source))
+    with WeightSource.open(model) as weights:
+        weights.check(shape)
+
+        blocks = shape.blocks()
+
+        def tensors(block: Block, parameter: Parameter) -> Iterable[np.ndarray]:
+            whole = blocks[block.index]  # of what is read: the caller's may have fewer rows
+            found = next(own for own in whole.parameters if own.name == parameter.name)
+            return (values for _, values in weights.chunks(whole, found))
+
+        yield _Origin(tensors, shape, config, model)
 
 
 def _export_dtype(name: str, gguf: bool) -> str:
@@ -109,15 +177,11 @@ def _export_bytes(shape: ModelShape, config: Mapping[str, Any], dtype: str) -> i
 
 
 def _corpus_ids(
-    folder: RunFolder, environment: Environment, corpus: tuple[str, ...], head: Head, temporary: Path
+    origin: _Origin, environment: Environment, corpus: tuple[str, ...], temporary: Path
 ) -> np.ndarray:
     """The ids that stay when the vocabulary is cut down to a corpus, or to the run's data."""
-    data = folder.data
-    if corpus:
+    data = origin.data
+    if corpus or data is None:
         data = temporary / "data"
-        prepare_text(folder, environment, corpus, head, temporary)
-    found = open_data(data)
-    used = used_ids(found.store, folder.shape().vocab)
-    for held_out in found.validation:
-        used |= used_ids(held_out.store, len(used))
-    return kept_ids(folder.model, used)
+        prepare_text(origin.model, environment, corpus, origin.reading, CORPUS_ROW, temporary)
+    return ids_of_data(data, origin.model, origin.shape.vocab)

@@ -39,6 +39,7 @@ from packmule.train.situation import (
     ram_budget,
     refuse_unoffered,
     shape_of,
+    smaller_vocabulary,
     text_positions,
     tokenizer_bytes,
     total_steps,
@@ -259,6 +260,7 @@ class _Start:
             job, shape, hardware, budget, report, numerics,
             found.head is not None and not self.renumber, positions,
         )  # fmt: skip
+        situation = replace(situation, smaller=lambda: smaller_vocabulary(job, folder))
         tokenizer = tokenizer_bytes(folder.model, shape) if positions else 0
         show.phase("plan")
         situation, plans = _search(situation, tokenizer)

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import json
 import math
+import shlex
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 
+from packmule.data.prune import ids_of_data
 from packmule.data.report import PrepareReport
 from packmule.data.sources import find_files
 from packmule.errors import ConfigError, DataError
 from packmule.graph.costs import Costs
 from packmule.kernels import native
-from packmule.plan.situation import Situation
+from packmule.plan.situation import Situation, Smaller
 from packmule.probe import load as load_hardware
 from packmule.shapes.bodies import dtypes
 from packmule.shapes.model import ModelShape
@@ -174,6 +176,24 @@ def make_situation(
         disk_free_bytes=hardware.disks[0].free_bytes,
         total_steps=numerics.schedule.total_steps,
     )
+
+
+def smaller_vocabulary(job: Job, folder: RunFolder) -> Smaller | None:
+    """The model with its vocabulary cut down to the run's prepared data, if that can be done and helps."""
+    if job.model.init == "random":
+        return None  # there are no weights to cut
+    vocab = shape_of(Path(job.model.path).expanduser()).vocab
+    try:
+        kept = len(ids_of_data(folder.data, folder.model, vocab))
+    except DataError:
+        return None  # no BPE
+    if kept >= vocab:
+        return None
+    name = f"{Path(job.model.path).stem}-pruned"
+    texts = (*job.data.paths, *(path for found in job.data.val_path for path in found.path))
+    corpus = [word for text in texts for word in ("--corpus", text)]
+    words = ("packmule", "export", job.model.path, name, "--prune-vocab", *corpus, "--dtype", "float32")
+    return Smaller(kept, f"--model {shlex.quote(name)}", shlex.join(words))
 
 
 def hardware_of(job: Job, environment: Environment, progress: Callable[[str, float], None]) -> Hardware:

@@ -120,3 +120,20 @@ def test_vocabulary_that_is_no_bpe_is_refused(tmp_path: Path) -> None:
     write_json(tmp_path / "tokenizer_config.json", {"eos_token": "<end>"})
     with pytest.raises(DataError, match="WordLevel vocabulary cannot be cut down"):
         kept_ids(tmp_path, np.ones(2, bool))
+
+
+def test_bytes_that_a_vocabulary_never_had_are_not_missed(tmp_path: Path) -> None:
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    lacking = {"\u00c1", alphabet[-1]}  # as SmolLM2's, whose training never met some bytes
+    vocab = {
+        token: index for index, token in enumerate([t for t in alphabet if t not in lacking] + ["ab", "bc"])
+    }
+    backend = Tokenizer(models.BPE(vocab=vocab, merges=[("a", "b"), ("b", "c")]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.add_special_tokens(["<end>"])
+    backend.save(str(tmp_path / "tokenizer.json"))
+    write_json(tmp_path / "tokenizer_config.json", {"eos_token": "<end>"})
+    write_json(tmp_path / "config.json", {"vocab_size": len(vocab) + 1})
+    used = np.zeros(len(vocab) + 1, bool)
+    used[vocab["bc"]] = True
+    assert kept_ids(tmp_path, used).tolist() == [*(i for t, i in vocab.items() if t != "ab"), len(vocab)]
