@@ -87,7 +87,7 @@ def _mixtral(header: GgufHeader, config: dict[str, Any]) -> dict[str, Any]:
     return {
         "num_local_experts": header.count("llama.expert_count"),
         "num_experts_per_tok": header.count("llama.expert_used_count"),
-        "sliding_window": None,
+        "sliding_window": header.metadata.get("llama.attention.sliding_window") or None,
     }
 
 
@@ -128,13 +128,14 @@ def _gemma2(header: GgufHeader, config: dict[str, Any]) -> dict[str, Any]:
 
 def _gemma3(header: GgufHeader, config: dict[str, Any]) -> dict[str, Any]:
     layers = config["num_hidden_layers"]
-    # five windowed layers, then one that sees all
-    kinds = ["full_attention" if (i + 1) % 6 == 0 else "sliding_attention" for i in range(layers)]
+    # five windowed layers, then one that sees all; a file without a window has none
+    window = header.metadata.get("gemma3.attention.sliding_window") or None
+    kinds = ["sliding_attention" if window and (i + 1) % 6 else "full_attention" for i in range(layers)]
     return {
         **_gemma(header, "gemma3", config),
         "attn_logit_softcapping": None,
         "final_logit_softcapping": _decimal(header, "gemma3.final_logit_softcapping", 0.0) or None,
-        "sliding_window": header.count("gemma3.attention.sliding_window"),
+        "sliding_window": window,
         "layer_types": kinds,
         "rope_local_base_freq": _decimal(header, "gemma3.rope.freq_base_swa", 10000.0),
     }
@@ -197,11 +198,14 @@ def _scaling(header: GgufHeader, name: str, config: dict[str, Any]) -> dict[str,
     if "rope_freqs.weight" in header.tensors:
         return _llama3(header, config)
     if "rope_factors_long.weight" in header.tensors:
-        return {
+        found: dict[str, Any] = {
             "rope_type": "longrope",
             "long_factor": _decimals(read_vector(header, "rope_factors_long.weight")),
             "short_factor": _decimals(read_vector(header, "rope_factors_short.weight")),
         }
+        if f"{name}.rope.scaling.attn_factor" in header.metadata:
+            found["attention_factor"] = _decimal(header, f"{name}.rope.scaling.attn_factor")
+        return found
     kind = header.metadata.get(f"{name}.rope.scaling.type", "none")
     # before there were types there was linear scaling
     old = header.metadata.get(f"{name}.rope.scale_linear", 1.0)
@@ -214,16 +218,19 @@ def _scaling(header: GgufHeader, name: str, config: dict[str, Any]) -> dict[str,
         )
     if kind == "linear":
         return {"rope_type": "linear", "factor": factor}
-    found: dict[str, Any] = {
+    found = {
         "rope_type": "yarn",
         "factor": factor,
         "original_max_position_embeddings": header.count(f"{name}.rope.scaling.original_context_length"),
     }
-    for ours, theirs in (("beta_fast", "yarn_beta_fast"), ("beta_slow", "yarn_beta_slow")):
+    stated = {
+        "beta_fast": "yarn_beta_fast",
+        "beta_slow": "yarn_beta_slow",
+        "attention_factor": "yarn_attn_factor",
+    }
+    for ours, theirs in stated.items():
         if f"{name}.rope.scaling.{theirs}" in header.metadata:
             found[ours] = _decimal(header, f"{name}.rope.scaling.{theirs}")
-    if f"{name}.rope.scaling.attn_factor" in header.metadata:
-        found["attention_factor"] = _decimal(header, f"{name}.rope.scaling.attn_factor")
     return found
 
 

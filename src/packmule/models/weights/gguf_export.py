@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from math import prod
 from pathlib import Path
@@ -10,11 +11,13 @@ from typing import TYPE_CHECKING, Any, BinaryIO, Literal, NamedTuple
 import numpy as np
 
 from packmule.data.files import atomic_file
+from packmule.data.gguf import read_gguf
+from packmule.data.gguf_config import gguf_config
 from packmule.data.gguf_families import GgufFamily, family_of_config
 from packmule.data.gguf_vocabulary import vocabulary_metadata
-from packmule.errors import ConfigError
+from packmule.errors import ConfigError, PackmuleError
 from packmule.models.weights.decode import encode
-from packmule.models.weights.gguf_metadata import model_metadata
+from packmule.models.weights.gguf_metadata import difference, model_metadata
 from packmule.models.weights.names import hf_tensors
 from packmule.models.weights.rows import Tensors, whole_rows
 from packmule.shapes.model import Block, ModelShape, Parameter
@@ -31,14 +34,22 @@ _ALIGN = 32
 
 
 class _Item(NamedTuple):
-    """One tensor of the file and the parameters its rows come from, in order."""
+    """One tensor of the file.
+
+    Attributes:
+        sources: the parameters its rows come from, in order.
+        heads: how many heads' rows are put in GGUF's RoPE order, or None.
+        offset: added to each element.
+        values: the tensor itself, where it follows from the settings.
+    """
 
     name: str
     shape: tuple[int, ...]
     type: str
-    sources: tuple[tuple[Block, Parameter], ...]
-    heads: int | None
-    offset: float
+    sources: tuple[tuple[Block, Parameter], ...] = ()
+    heads: int | None = None
+    offset: float = 0.0
+    values: np.ndarray | None = None
 
     @property
     def bytes(self) -> int:
@@ -54,7 +65,7 @@ def gguf_bytes(shape: ModelShape, config: Mapping[str, Any], dtype: GgufDtype) -
     Raises:
         ConfigError: as `write_gguf`.
     """
-    return sum(-(-item.bytes // _ALIGN) * _ALIGN for item in _items(shape, _family(shape, config), dtype))
+    return sum(_padded(item.bytes) for item in _items(shape, _family(config), dtype))
 
 
 def write_gguf(
@@ -78,20 +89,22 @@ def write_gguf(
         model_folder: a prepared model folder, whose tokenizer goes into the file.
 
     Raises:
-        ConfigError: a family that GGUF files are not written of.
+        ConfigError: a family or a setting that GGUF files cannot hold: found by reading the header back.
         DataError: a tokenizer that GGUF cannot express, or values beyond float16.
         DiskError: the disk is full or read-only.
         ValueError: `tensors` gives too few or too many elements.
     """
     from gguf import GGUFWriter
 
-    family = _family(shape, config)
+    family = _family(config)
     items = _items(shape, family, dtype)
+    settings, _ = model_metadata(shape, family)
     metadata = {
         "general.type": "model",
+        **({"general.name": "Mistral"} if family.model_type == "mistral" else {}),  # for transformers
         "general.file_type": _FILE_TYPES[dtype],
         "general.quantization_version": 2,
-        **model_metadata(shape, config, family),
+        **settings,
         **vocabulary_metadata(model_folder, shape.vocab),
     }
     with atomic_file(path) as temporary:
@@ -106,30 +119,48 @@ def write_gguf(
             writer.write_ti_data_to_file()
         finally:
             writer.close()
-        with open(temporary, "ab") as file:
-            for item in items:
-                _pad(file)
-                _write(file, item, tensors)
+        with open(temporary, "r+b") as file:
+            file.seek(0, os.SEEK_END)
             _pad(file)
+            file.truncate(file.tell() + sum(_padded(item.bytes) for item in items))
+            vectors = [item for item in items if item.values is not None]
+            for item in vectors:
+                _write(file, item, tensors)
+                _pad(file)
+            file.flush()
+            _check(temporary, shape, family)
+            for item in items[len(vectors) :]:
+                _write(file, item, tensors)
+                _pad(file)
 
 
-_WRITTEN = ("llama", "qwen2", "qwen3")
-
-
-def _family(shape: ModelShape, config: Mapping[str, Any]) -> GgufFamily:
+def _family(config: Mapping[str, Any]) -> GgufFamily:
     family = family_of_config(config.get("model_type"))
-    if family is None or family.model_type not in _WRITTEN:
+    if family is None:
         raise ConfigError(
             f".gguf files of {config.get('model_type')!r} models are not written.", "export a folder"
-        )
-    if shape.kinds:
-        raise ConfigError(
-            ".gguf files of models with windows or scaled RoPE are not written.", "export a folder"
         )
     return family
 
 
+def _check(path: Path, shape: ModelShape, family: GgufFamily) -> None:
+    """A file whose weights are yet to come must describe the same model."""
+    try:
+        found = ModelShape.from_config(gguf_config(read_gguf(path)), str(path))
+    except PackmuleError:
+        found = None
+    setting = "settings" if found is None else difference(shape, found)
+    if setting is not None:
+        raise ConfigError(
+            f"GGUF cannot hold this {family.model_type} model; what the format takes for granted differs "
+            f"in: {setting.replace('_', ' ')}.",
+            "export a folder",
+        )
+
+
 def _items(shape: ModelShape, family: GgufFamily, dtype: GgufDtype) -> list[_Item]:
+    vectors = model_metadata(shape, family)[1]
+    computed = [_Item(name, values.shape, "F32", values=values) for name, values in vectors.items()]
     found: dict[str, list[tuple[Block, Parameter]]] = {}
     for block in shape.blocks():
         for tensor in hf_tensors(block):
@@ -149,7 +180,7 @@ def _items(shape: ModelShape, family: GgufFamily, dtype: GgufDtype) -> list[_Ite
         items.append(
             _Item(name, whole, _type(name, whole, dtype), tuple(sources), _heads(shape, family, name), norm)
         )
-    return items
+    return computed + items
 
 
 def _heads(shape: ModelShape, family: GgufFamily, name: str) -> int | None:
@@ -187,6 +218,10 @@ def _declare(writer: GGUFWriter, item: _Item) -> None:
     writer.add_tensor_info(item.name, item.shape, np.dtype(np.float32), item.bytes, raw_dtype=kind)
 
 
+def _padded(size: int) -> int:
+    return -(-size // _ALIGN) * _ALIGN
+
+
 def _pad(file: BinaryIO) -> None:
     file.write(bytes(-file.tell() % _ALIGN))
 
@@ -194,9 +229,14 @@ def _pad(file: BinaryIO) -> None:
 def _write(file: BinaryIO, item: _Item, tensors: Tensors) -> None:
     from gguf import GGMLQuantizationType, quants
 
-    kind, columns, written = GGMLQuantizationType[item.type], item.shape[-1], 0
+    if item.values is not None:
+        file.write(item.values.data)
+        return
+    kind, written = GGMLQuantizationType[item.type], 0
     for block, parameter in item.sources:
-        unit = prod(parameter.shape[:-1]) // item.heads if item.heads else 1
+        # the elements of a bias are ordered like the rows that they are added to
+        columns = 1 if len(parameter.shape) == 1 else parameter.shape[-1]
+        unit = prod(parameter.shape) // columns // item.heads if item.heads else 1
         for part in whole_rows(tensors(block, parameter), columns, unit):
             rows = part.astype(np.float32, copy=False)
             if item.offset:

@@ -125,7 +125,11 @@ class FileSource(WeightSource):
         entry, rows = self._entry(block, tensor), tensor.rows(parameter)
         if len(entry.shape) == 1:
             # A vector is one row of the file, and short.
-            _, values = next(self._rows(entry, 0, 1, chunk_bytes))
+            whole = entry.model_copy(update={"interleaved_heads": None})
+            _, values = next(self._rows(whole, 0, 1, chunk_bytes))
+            if entry.interleaved_heads:
+                head_dim = len(values) // entry.interleaved_heads
+                values = half_rotation(values.reshape(-1, 1), head_dim).reshape(-1)
             yield 0, values[rows]
         elif self._flipped(tensor):
             yield from self._columns(entry, rows, chunk_bytes)
@@ -214,7 +218,8 @@ class FileSource(WeightSource):
                 "convert the model to F32, F16, BF16, Q8_0 or Q4_1",
             )
         pairs = 2 * entry.interleaved_heads if entry.interleaved_heads else 1
-        if row_bytes(entry.type, entry.columns) != entry.row_bytes or entry.rows % pairs:
+        turned = entry.columns if len(entry.shape) == 1 else entry.rows
+        if row_bytes(entry.type, entry.columns) != entry.row_bytes or turned % pairs:
             raise DataError(
                 f"{self._path(entry)}: tensor {entry.name!r:.120}: rows of {entry.row_bytes} bytes are not "
                 f"{entry.columns} values of {entry.type}.",
