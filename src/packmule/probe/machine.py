@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from packmule import __version__
 from packmule.errors import ConfigError
 from packmule.probe.busy import busy_fraction, cpu_times
 from packmule.probe.child import ask
@@ -124,7 +125,7 @@ def software() -> str:
         torch = importlib.metadata.version("torch")
     except importlib.metadata.PackageNotFoundError:
         torch = "none"
-    return f"python {platform.python_version()}, torch {torch}"
+    return f"python {platform.python_version()}, torch {torch}, packmule {__version__}"
 
 
 def now() -> datetime.datetime:

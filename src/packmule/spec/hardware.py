@@ -50,7 +50,7 @@ class Hardware(Record):
     child_baseline_bytes: int = Field(
         ge=0, description="resident bytes of a training child after a tiny layer has run"
     )
-    software: str = Field(default="", description="versions of python and torch that were measured")
+    software: str = Field(default="", description="versions of python, torch and packmule that were measured")
     busy_fraction: float = Field(
         default=0.0, description="part of the threads that other programs kept from running meanwhile"
     )
