@@ -91,6 +91,7 @@ class Journal:
                 "train/loss": outcome.loss,
                 "train/learning_rate": entry.rate,
                 "train/grad_norm": outcome.grad_norm,
+                **({} if outcome.balance is None else {"train/router_aux_loss": outcome.balance}),
                 **self._noise(outcome.noise),
                 "tokens": entry.tokens,
                 "seconds": round(time.monotonic() - entry.began, 4),
