@@ -10,6 +10,9 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from packmule.errors import ConfigError
 
+SHOWN = 300
+"""Characters of a key or value that a message shows at most: a damaged file's may be as long as it is."""
+
 
 class Record(BaseModel):
     """An immutable value with validated fields; unknown keys are errors."""
@@ -48,7 +51,7 @@ class Record(BaseModel):
 
 def nearest(name: str, valid: list[str]) -> str | None:
     """The valid name closest to `name`, treating '-' and '_' alike, or None."""
-    found = difflib.get_close_matches(name.replace("-", "_"), valid, n=1, cutoff=0.6)
+    found = difflib.get_close_matches(name[:SHOWN].replace("-", "_"), valid, n=1, cutoff=0.6)
     return found[0] if found else None
 
 
@@ -71,12 +74,16 @@ def _model_in(annotation: Any) -> type[BaseModel] | None:
     return next((found for found in inner if found is not None), None)
 
 
+def _cut(text: str) -> str:
+    return text if len(text) <= SHOWN else f"{text[:SHOWN]}…"
+
+
 def _explain(cls: type[BaseModel], error: ValidationError, source: str) -> tuple[str, str]:
     # A mistyped key also leaves the right one missing: the typing error says more.
     found = error.errors()
     first = next((e for e in found if e["type"] == "extra_forbidden"), found[0])
     path = tuple(first["loc"])
-    key = ".".join(str(part) for part in path)
+    key = _cut(".".join(str(part) for part in path))
     if first["type"] == "extra_forbidden":
         valid = _fields_at(cls, path[:-1])
         guess = nearest(str(path[-1]), valid)
@@ -85,4 +92,4 @@ def _explain(cls: type[BaseModel], error: ValidationError, source: str) -> tuple
     if first["type"] == "missing":
         return f"{source}: `{key}` is missing.", f"add `{key}`"
     message = first["msg"].removeprefix("Value error, ")
-    return f"{source}: `{key}` = {first['input']!r}: {message}.", f"change `{key}` in {source}"
+    return f"{source}: `{key}` = {_cut(repr(first['input']))}: {message}.", f"change `{key}` in {source}"
