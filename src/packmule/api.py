@@ -26,9 +26,9 @@ from packmule.train import commands
 from packmule.train.export import export as write_export
 from packmule.train.folder import RunFolder, read_log
 from packmule.train.jobs import JobLike, job_of
-from packmule.train.launch import Planned as Planned
-from packmule.train.launch import make_plan
 from packmule.train.launch import train as launch
+from packmule.train.planning import Planned as Planned
+from packmule.train.planning import make_plan
 from packmule.train.results import Checked
 from packmule.train.results import Evaluation as Evaluation
 from packmule.train.results import Exported as Exported
@@ -72,7 +72,8 @@ def plan(job: JobLike = None, /, **keys: Any) -> Planned:
 
     Args:
         job: a YAML file, its content as a mapping, a `Job`, or nothing.
-        keys: keys of a job, which win: `ram="4GB"`, `max_steps=100`, `optim={"lr": 1e-4}`.
+        keys: keys of a job, which win: `ram="4GB"`, `max_steps=100`, `optim={"lr": 1e-4}`; functions of your
+            own as they are: `model_factory=vit.model` (docs/modules.md).
 
     Raises:
         DoesNotFit: says what would fit.
@@ -102,7 +103,10 @@ def train(job: JobLike = None, /, *, renumber: bool = False, quiet: bool = False
     found = job_of(job, environment, arguments=keys, nameless="the job")
     found.require_data()
     launch(found, environment, renumber=renumber, quiet=quiet, json_lines=False)
-    return Run(found.train.output_dir)
+    run = Run(found.train.output_dir)
+    factories = (found.model.factory, found.data.factory)
+    run._imports = tuple(name.rpartition(":")[0] for name in factories if name is not None)
+    return run
 
 
 def open(run: Paths) -> Run:
@@ -128,6 +132,7 @@ class Run:
     """
 
     def __init__(self, path: Paths) -> None:
+        self._imports: tuple[str, ...] = ()
         self._folder = RunFolder.open(Path(path))
         self.path = Path(path).expanduser().absolute()
 
@@ -198,6 +203,7 @@ class Run:
         rows: int | None = None,
         ram: str | int | None = None,
         set_name: str | None = None,
+        imports: Sequence[str] = (),
     ) -> Evaluation:
         """Loss and other metrics on held-out text.
 
@@ -206,6 +212,8 @@ class Run:
             rows: judge on so many rows only.
             set_name: which of the run's evaluation sets; by default the first.
             ram: budget of all processes; by default the run's.
+            imports: modules of your own that the run was trained with and that may be imported, like
+                `["vit"]`; not needed of a run that `train` has given back.
         """
         paths = (dataset,) if isinstance(dataset, (str, os.PathLike)) else dataset
         return commands.evaluate(
@@ -215,6 +223,7 @@ class Run:
             rows=rows,
             ram_bytes=None if ram is None else parse_bytes(ram),
             name=set_name,
+            imports=(*imports, *self._imports),
         )
 
     def generate(
@@ -295,7 +304,8 @@ class Run:
         words = [f"step {found['step']} of {found['total steps']}"]
         if "last loss" in found:
             words.append(f"loss {found['last loss']:.4f}")
-        perplexity = list(found["held-out perplexity"].values())
-        if perplexity:
-            words.append(f"held-out perplexity {perplexity[-1]:.3f}")
+        for name in ("held-out perplexity", "held-out accuracy"):
+            values = list(found.get(name, {}).values())
+            if values:
+                words.append(f"{name} {values[-1]:.3f}")
         return f"<Run {self.path}: {', '.join(words)}>"

@@ -150,3 +150,58 @@ def test_sections_have_no_key_that_python_cannot_write() -> None:
     for section, kind in SECTIONS.items():
         assert section.isidentifier()
         assert all(name.isidentifier() for name in kind.model_fields)
+
+
+MINE = """
+from types import SimpleNamespace
+import torch
+from torch import nn
+
+class Head(nn.Linear):
+    def forward(self, x, batch):
+        error = (super().forward(x)[:, 0] - batch[:, 0]) ** 2
+        return error, {"within": error < 1}
+
+def model(width):
+    return SimpleNamespace(embed=nn.Linear(3, width), blocks=[nn.Linear(width, width)], head=Head(width, 1))
+
+class Points:
+    def __len__(self):
+        return 30
+    def __getitem__(self, index):
+        return torch.tensor([index / 30, 1.0, -1.0])
+
+make = lambda: model(3)
+"""
+
+SCRIPT = """
+import packmule, mine
+keys = dict(model={"arguments": {"width": 5}}, data_factory=mine.Points, val_size=6, global_batch_size=4,
+            max_steps=3, ram="900MB", threads=1, output_dir="mine")
+def own():
+    pass
+for wrong in (own, mine.make):
+    try:
+        packmule.plan(model_factory=wrong, **keys)
+    except packmule.ConfigError as error:
+        print(error)
+run = packmule.train(model_factory=mine.model, quiet=True, **keys)
+print(run, run.evaluate().metrics)
+try:
+    packmule.open("mine").evaluate()
+except packmule.ConfigError as error:
+    print(error.hint)
+assert packmule.open("mine").evaluate(imports=["mine"]) == run.evaluate()
+print(run.export("mine-exported"))
+"""
+
+
+def test_functions_are_given_as_they_are(bench: Bench) -> None:
+    (bench.folder / "mine.py").write_text(MINE)
+    done = script(bench, SCRIPT)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "`own` is defined in the script or notebook that is being run" in done.stdout
+    assert "has no name by which the training process can import it" in done.stdout
+    assert "step 3 of 3" in done.stdout and "{'within': " in done.stdout
+    assert "if they are yours, say so: --import mine\n" in done.stdout
+    assert done.stdout.endswith("wrote mine-exported\n")

@@ -13,7 +13,7 @@ from typing import Any
 
 from tests.cli.tiny import texts, write_model, write_probe
 
-_MAIN = "import sys; from packmule.cli import main; sys.exit(main(sys.argv[1:]))"
+MAIN = "import sys; from packmule.cli import main; sys.exit(main(sys.argv[1:]))"
 
 
 @dataclass(frozen=True)
@@ -109,7 +109,7 @@ class Bench:
         """Run `packmule words...` to its end."""
         given = tuple(map(str, words))
         done = subprocess.run(
-            [sys.executable, "-c", _MAIN, *given],
+            [sys.executable, "-c", MAIN, *given],
             cwd=self.folder,
             env=self.variables(**variables),
             capture_output=True,

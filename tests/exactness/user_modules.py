@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import torch
@@ -77,22 +78,25 @@ class Cut(nn.Module):
 
 
 class Head(nn.Module):
-    """One loss per sample."""
+    """One loss per sample; and, if asked, whether the likeliest class is the right one."""
 
-    def __init__(self) -> None:
+    def __init__(self, reports: bool = False) -> None:
         super().__init__()
+        self.reports = reports
         self.norm, self.logits = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, CLASSES)
 
-    def forward(self, x: Tensor, batch: tuple[Tensor, Tensor]) -> Tensor:
-        return F.cross_entropy(self.logits(self.norm(x.mean(1))), batch[1], reduction="none")
+    def forward(self, x: Tensor, batch: tuple[Tensor, Tensor]) -> Any:
+        logits = self.logits(self.norm(x.mean(1)))
+        losses = F.cross_entropy(logits, batch[1], reduction="none")
+        return (losses, {"accuracy": logits.argmax(-1) == batch[1]}) if self.reports else losses
 
 
-def make(dropout: float = 0.0, lazy: bool = False) -> SimpleNamespace:
+def make(dropout: float = 0.0, lazy: bool = False, reports: bool = False) -> SimpleNamespace:
     """Two equal blocks, one that cuts, one more; as modules, or as functions that make them."""
     makers = [partial(Mix, dropout), partial(Mix, dropout), partial(Cut, dropout), partial(Mix, dropout)]
     if lazy:
-        return SimpleNamespace(embed=Embed, blocks=makers, head=Head)
-    return SimpleNamespace(embed=Embed(), blocks=nn.ModuleList(m() for m in makers), head=Head())
+        return SimpleNamespace(embed=Embed, blocks=makers, head=partial(Head, reports))
+    return SimpleNamespace(embed=Embed(), blocks=nn.ModuleList(m() for m in makers), head=Head(reports))
 
 
 class Points:
@@ -125,7 +129,9 @@ class ModuleCase:
     samples: Samples
 
     @classmethod
-    def of(cls, plan: Plan, seed: int, dropout: float = 0.0, lazy: bool = False) -> ModuleCase:
+    def of(
+        cls, plan: Plan, seed: int, dropout: float = 0.0, lazy: bool = False, samples: Samples | None = None
+    ) -> ModuleCase:
         """Build it as a run does."""
         types = DTYPES[plan.numerics.precision]
         masters: list[dict[str, Tensor]] = []
@@ -137,14 +143,14 @@ class ModuleCase:
         factory = f"{__name__}:make"
         model = build(factory, {"dropout": dropout, "lazy": lazy}, seed, types.compute, visit)
         bodies = ModuleBodies(model, types, plan.numerics.seed)
-        samples = Samples(Points(seed), np.arange(23), plan.numerics.seed)
+        samples = samples or Samples(Points(seed), np.arange(23), plan.numerics.seed)
         shape = describe(model, masters, bodies, samples, plan.numerics.precision)
         return cls(shape, plan, bodies, masters, samples)
 
     def batches(self, step: int) -> list[SampleBatch]:
         """The micro-batches of a step."""
         numerics = self.plan.numerics
-        ids = self.samples.row_ids(step, numerics.rows)
+        ids = self.samples.numbers_at(step * numerics.rows, numerics.rows)
         found, start = [], 0
         for count in numerics.micro_rows:
             found.append(self.samples.micro_batch(ids[start : start + count]))

@@ -36,6 +36,8 @@ TORCH_FREE = (
     "train.export",
     "train.folder",
     "train.jobs",
+    "train.modules",
+    "train.planning",
     "train.journal",
     "train.launch",
     "train.memory",

@@ -33,6 +33,8 @@ FLAGS = (
         "File, folder or glob to train on; may be given several times.",
         also="data",
     ),
+    Flag("model-factory", "MODULE:FUNCTION", "A function that makes modules of your own (docs/modules.md)."),
+    Flag("data-factory", "MODULE:FUNCTION", "A function that makes their data set."),
     Flag("dataset-format", "NAME", "Of records: auto, text, alpaca, sharegpt, messages, ..."),
     Flag("train-on", "WHAT", "What carries loss: assistant (answers only) or all."),
     Flag("output-dir", "PATH", "Where the run lives; the same folder resumes it."),

@@ -31,7 +31,7 @@ def plan(
     environment = environment_of(context)
     job = read_job(words, environment)
     from packmule.plan.table import plain
-    from packmule.train.launch import make_plan
+    from packmule.train.planning import make_plan
     from packmule.train.show import progress_line
     from packmule.train.tables import print_tables, terminal
 

@@ -13,7 +13,6 @@ from packmule.errors import ConfigError
 from packmule.graph.kinds import BufferKind, TaskKind
 from packmule.models.modules.samples import Draw, SampleBatch
 from packmule.shapes.module import ModuleShape
-from packmule.spec.tally import Tally
 
 
 def _batch(runtime: Runtime, task: Task) -> SampleBatch:
@@ -96,11 +95,10 @@ def head_loss(runtime: Runtime, task: Task) -> None:
 
 
 def head_evaluate(runtime: Runtime, task: Task) -> None:
-    """Losses."""
-    total, count = runtime.modules.evaluate(
+    """Losses, and what else the head reports."""
+    runtime.state.tallies[task.micro] = runtime.modules.evaluate(
         weights(runtime, task, task.block), _head_input(runtime, task), _batch(runtime, task)
     )
-    runtime.state.tallies[task.micro] = Tally(total, count, correct=None)
 
 
 def _store(target: Tensor, found: Tensor | None) -> None:

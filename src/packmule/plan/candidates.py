@@ -7,7 +7,7 @@ from itertools import product
 
 from packmule.plan.situation import Situation
 from packmule.shapes.model import ModelShape
-from packmule.shapes.module import Shape
+from packmule.shapes.module import ModuleShape, Shape
 from packmule.spec.plan import Io, Numerics, Placement, Plan, Update
 
 LOSS_CHUNKS = (512, 128)
@@ -38,7 +38,12 @@ def numerics_choices(situation: Situation) -> list[Numerics]:
     if situation.fixed:
         return [base]
     choices = []
+    shape = situation.shape
     for micro_rows in splits(base.rows, situation.micro_rows):
+        if isinstance(shape, ModuleShape):  # whose head's losses exist at once
+            if max(micro_rows) <= shape.most_rows:
+                choices.append(base.model_copy(update={"micro_rows": micro_rows, "loss_chunk": 1}))
+            continue
         tokens = max(micro_rows) * base.max_seq_length
         for chunk in sorted({min(chunk, tokens) for chunk in LOSS_CHUNKS}, reverse=True):
             choices.append(base.model_copy(update={"micro_rows": micro_rows, "loss_chunk": chunk}))

@@ -8,8 +8,7 @@ from packmule.plan.search import Found
 from packmule.plan.situation import Situation
 from packmule.plan.table import Table, plain
 from packmule.shapes.bodies import dtypes
-from packmule.shapes.layout import ITEMSIZE
-from packmule.shapes.model import ModelShape
+from packmule.shapes.module import ModuleShape, Shape
 from packmule.spec.plan import Numerics, PhaseMemory, Plan
 from packmule.spec.units import format_bytes, format_seconds
 
@@ -32,7 +31,7 @@ _LOST = 0.005
 """A plan that is slower by less than this share counts as equally fast."""
 
 
-def decisions(shape: ModelShape, plan: Plan) -> list[tuple[str, str]]:
+def decisions(shape: Shape, plan: Plan) -> list[tuple[str, str]]:
     """(what, how) of each decision: what is computed, what lies where, when it is written."""
     numerics, place = plan.numerics, plan.placement
     sizes = Sizes.of(shape, numerics.precision)
@@ -56,7 +55,7 @@ def decisions(shape: ModelShape, plan: Plan) -> list[tuple[str, str]]:
         ),
         (
             "global batch",
-            f"{_count(numerics.rows, 'row')} of at most {numerics.max_seq_length} tokens{_micro(plan)}",
+            f"{_rows(shape, numerics)}{_micro(plan)}",
         ),
         ("state", f"{state} (master weights and AdamW moments)"),
         ("weights", sources[place.weights]),
@@ -74,6 +73,12 @@ def decisions(shape: ModelShape, plan: Plan) -> list[tuple[str, str]]:
             )
         )
     return rows
+
+
+def _rows(shape: Shape, numerics: Numerics) -> str:
+    if isinstance(shape, ModuleShape):
+        return _count(numerics.rows, "sample")
+    return f"{_count(numerics.rows, 'row')} of at most {numerics.max_seq_length} tokens"
 
 
 def _where(tier: str) -> str:
@@ -106,11 +111,10 @@ def _activations(plan: Plan) -> str:
     return f"of the last {layers - again} layers kept in RAM, of {again} computed again in backward"
 
 
-def _input_bytes(shape: ModelShape, plan: Plan) -> int:
+def _input_bytes(shape: Shape, plan: Plan) -> int:
     tokens = plan.numerics.micro_tokens
     held = sum(tokens) if plan.order == "breadth" else max(tokens)
-    item = ITEMSIZE[dtypes(plan.numerics).compute]
-    return held * shape.hidden * item * shape.layers
+    return shape.stream_bytes(held, dtypes(plan.numerics)) * shape.layers
 
 
 def _update(plan: Plan) -> str:

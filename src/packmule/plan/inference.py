@@ -9,13 +9,13 @@ from packmule.graph.model import PlannedModel
 from packmule.graph.run import inference_graphs
 from packmule.graph.simulate import simulate
 from packmule.plan.outside import outside_bytes
-from packmule.shapes.model import ModelShape
+from packmule.shapes.module import ModuleShape, Shape
 from packmule.spec.plan import CheckpointPlan, Io, Numerics, Placement, Plan
 from packmule.spec.units import format_bytes
 
 
 def inference_plan(
-    shape: ModelShape,
+    shape: Shape,
     numerics: Numerics,
     costs: Costs,
     budget_bytes: int,
@@ -37,7 +37,7 @@ def inference_plan(
     best: tuple[float, Plan] | None = None
     least: int | None = None
     for weights in ("ram", "state"):
-        for rows in (8, 4, 2, 1):
+        for rows in _sizes(shape):
             plan = Plan(
                 budget_bytes=budget_bytes,
                 numerics=numerics.model_copy(
@@ -74,6 +74,14 @@ def inference_plan(
             f"--ram {enough} is enough" + ("; a shorter text needs less" if positions else ""),
         )
     return best[1]
+
+
+def _sizes(shape: Shape) -> tuple[int, ...]:
+    """Rows at once that are tried, the most first: for modules of a user's own, those that were measured."""
+    if not isinstance(shape, ModuleShape):
+        return (8, 4, 2, 1)
+    measured = {cost.rows for cost in shape.costs[0] if cost.rows <= shape.most_rows}
+    return tuple(sorted(measured | {1}, reverse=True))
 
 
 def _times(name: str, batches: int, positions: int) -> int:

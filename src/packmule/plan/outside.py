@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from packmule.graph.step import StepGraph
 from packmule.shapes.bodies import compiled_bytes, dtypes, rope_bytes
 from packmule.shapes.model import ModelShape
+from packmule.shapes.module import Shape
 from packmule.spec.plan import Plan
 
 STAGING_BYTES = 32 << 20
@@ -18,9 +19,15 @@ TASK_BYTES = 2500
 to 2.5 kB)."""
 
 
-def batch_bytes(plan: Plan) -> int:
-    """Token ids, targets and positions of one step's micro-batches."""
-    return sum(plan.numerics.micro_tokens) * (8 + 8 + 4)
+SAMPLE_COPIES = 3
+"""A sample joined with others, before that alone, and cast."""
+
+
+def batch_bytes(shape: Shape, plan: Plan) -> int:
+    """One step's micro-batches: token ids, targets and positions; or samples, joined, and what of them is
+    cast to the compute dtype."""
+    each = 8 + 8 + 4 if isinstance(shape, ModelShape) else SAMPLE_COPIES * shape.sample_bytes
+    return sum(plan.numerics.micro_tokens) * each
 
 
 def workspace(graph: StepGraph) -> int:
@@ -28,16 +35,16 @@ def workspace(graph: StepGraph) -> int:
     return int(graph.workspace.max(initial=0))
 
 
-def held_bytes(shape: ModelShape, plan: Plan, graphs: Iterable[StepGraph]) -> int:
+def held_bytes(shape: Shape, plan: Plan, graphs: Iterable[StepGraph]) -> int:
     """What stays: compiled kernels, rotary tables, the graphs' objects, a step's tokens."""
     tasks, types = sum(graph.tasks for graph in graphs), dtypes(plan.numerics)
-    tables = rope_bytes(shape, plan.numerics.max_seq_length, types)
-    return compiled_bytes(types) + tables + TASK_BYTES * tasks + batch_bytes(plan)
+    held = TASK_BYTES * tasks + batch_bytes(shape, plan)
+    if isinstance(shape, ModelShape):
+        held += compiled_bytes(types) + rope_bytes(shape, plan.numerics.max_seq_length, types)
+    return held  # what modules keep is in their process's memory as it was measured
 
 
-def outside_bytes(
-    shape: ModelShape, plan: Plan, graphs: Iterable[StepGraph], staging: int = STAGING_BYTES
-) -> int:
+def outside_bytes(shape: Shape, plan: Plan, graphs: Iterable[StepGraph], staging: int = STAGING_BYTES) -> int:
     """What stays, and the most that comes and goes."""
     every = list(graphs)
     return held_bytes(shape, plan, every) + max([staging, *(workspace(graph) for graph in every)])

@@ -12,6 +12,8 @@ from packmule.plan.bounds import Sizes, ram_bound, seconds_bound
 from packmule.plan.candidates import CHUNK_BYTES, candidates, streams
 from packmule.plan.predict import STAGING_BYTES, baseline, batch_bytes, predict, step_only
 from packmule.plan.situation import Situation, Smaller
+from packmule.shapes.model import ModelShape
+from packmule.shapes.module import ModuleShape
 from packmule.spec.plan import Io, Plan
 from packmule.spec.units import format_bytes, format_seconds
 
@@ -93,7 +95,7 @@ def _search(situation: Situation, simulations: int = SIMULATIONS) -> Found | Non
     order: list[tuple[float, int, float, Plan]] = []
     for plan in candidates(situation):
         possible += 1
-        if ram_bound(situation.shape, plan, sizes) + batch_bytes(plan) > room:
+        if ram_bound(situation.shape, plan, sizes) + batch_bytes(situation.shape, plan) > room:
             continue
         cores, disk = seconds_bound(situation.shape, plan, sizes, situation.costs, situation.mean_length)
         # Some of the disk's time is seldom hidden; the rest of the order is the candidates' own.
@@ -172,7 +174,7 @@ def _by_bound(situation: Situation) -> list[tuple[int, int, Plan]]:
     """(bytes that it needs at least, index, plan) of every candidate, the least first."""
     sizes = Sizes.of(situation.shape, situation.numerics.precision)
     bounds = (
-        (ram_bound(situation.shape, plan, sizes) + batch_bytes(plan), index, plan)
+        (ram_bound(situation.shape, plan, sizes) + batch_bytes(situation.shape, plan), index, plan)
         for index, plan in enumerate(candidates(situation))
     )
     return sorted(bounds, key=lambda item: item[:2])
@@ -221,8 +223,9 @@ def _refusal(situation: Situation) -> DoesNotFit:
         if found is not None:
             ways.append(_way(" ".join(names), found))
     ways += _partial_ways(situation, changes, needed)[: WAYS - len(ways)]
-    if smaller is not None and any(smaller.flag in way for way in ways):
-        kept = f"{smaller.tokens:,} of {situation.shape.vocab:,} tokens"
+    shape = situation.shape
+    if smaller is not None and isinstance(shape, ModelShape) and any(smaller.flag in way for way in ways):
+        kept = f"{smaller.tokens:,} of {shape.vocab:,} tokens"
         ways[-1] += f". The model of `{smaller.flag}` has {kept}; make it with `{smaller.command}`"
     budget = situation.budget_bytes
     return DoesNotFit(
@@ -305,7 +308,7 @@ def _changes(situation: Situation, smaller: Smaller | None) -> Changes:
         found["--max-grad-norm 0"] = lambda s: replace(
             s, numerics=s.numerics.model_copy(update={"clip": None})
         )
-    if numerics.precision == "fp32":
+    if numerics.precision == "fp32" and not isinstance(situation.shape, ModuleShape):
         narrow = {"precision": "bf16-mixed", "products": situation.hardware.wider_product("bf16-mixed")}
         found["--precision bf16-mixed"] = lambda s: replace(s, numerics=s.numerics.model_copy(update=narrow))
     for divisor in (2, 4, 8):
@@ -316,6 +319,8 @@ def _changes(situation: Situation, smaller: Smaller | None) -> Changes:
                 numerics=s.numerics.model_copy(update={"max_seq_length": n}),
                 mean_length=s.mean_length / d,
             )
-    if smaller is not None and smaller.tokens < situation.shape.vocab:
-        found[smaller.flag] = lambda s: replace(s, shape=replace(s.shape, vocab=smaller.tokens))
+    shape = situation.shape
+    if smaller is not None and isinstance(shape, ModelShape) and smaller.tokens < shape.vocab:
+        cut = replace(shape, vocab=smaller.tokens)
+        found[smaller.flag] = lambda s: replace(s, shape=cut)
     return found

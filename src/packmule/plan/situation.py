@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from packmule.graph.costs import Costs
-from packmule.shapes.model import ModelShape
+from packmule.shapes.module import Shape
 from packmule.spec.hardware import Hardware
 from packmule.spec.job import HardwareSection
 from packmule.spec.plan import (
@@ -61,7 +61,7 @@ class Situation:
             not possible. Asked only for a refusal, since it reads all tokens.
     """
 
-    shape: ModelShape
+    shape: Shape
     hardware: Hardware
     costs: Costs
     budget_bytes: int

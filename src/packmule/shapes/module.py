@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from packmule.shapes.blocks import Block, Parameter, Role
 from packmule.shapes.bodies import Dtypes
@@ -20,11 +20,12 @@ from packmule.spec.records import Record
 
 
 class TensorRecord(Record):
-    """One parameter; `name` is local to its block."""
+    """One parameter; `name` is local to its block, as are `aliases`, under which the block has it too."""
 
     name: str
     shape: tuple[int, ...]
     role: Role
+    aliases: tuple[str, ...] = ()
 
 
 class Cost(Record):
@@ -52,7 +53,11 @@ class ModulePart(Record):
 
 
 class ModuleShape(Record):
-    """A user's model (OUT/model/module.json)."""
+    """A user's model (OUT/model/module.json).
+
+    Raises:
+        ValueError: parts without costs.
+    """
 
     format: int = 1
     factory: str = Field(description="`module:function` that makes it")
@@ -66,6 +71,13 @@ class ModuleShape(Record):
     costs: tuple[tuple[Cost, ...], ...] = Field(description="by kind, smallest rows first")
     build_bytes: int = Field(ge=0, description="most that building the modules took at once")
     resident_bytes: int = Field(ge=0, description="of a process that has built them and holds the data set")
+    sample_bytes: int = Field(default=0, ge=0, description="most of a sample of those looked at, joined")
+
+    @model_validator(mode="after")
+    def _agree(self) -> ModuleShape:
+        if any(part.kind >= len(self.costs) for part in self.parts) or not all(self.costs):
+            raise ValueError("a part has no costs")
+        return self
 
     def __hash__(self) -> int:
         return hash((self.factory, self.precision, self.parts, self.costs))

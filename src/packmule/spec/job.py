@@ -21,6 +21,7 @@ from packmule.spec.job_values import (
     AutoCount,
     AutoFlag,
     Clip,
+    Factory,
     FormatName,
     MetricName,
     OptimizerName,
@@ -71,8 +72,35 @@ class Section(Record):
 class Model(Section):
     """Which model is trained."""
 
-    path: Text = Field(description="a Hugging Face folder, a .gguf file, or a folder with only config.json")
+    path: OptionalText = Field(
+        description="a Hugging Face folder, a .gguf file, or a folder with only config.json; beside a "
+        "factory: a run of the same modules, whose weights are taken"
+    )
     init: Literal["pretrained", "random"] = "pretrained"
+    factory: Factory = Field(default=None, description="a function that makes modules of one's own")
+    arguments: dict[str, Any] = Field(default={}, description="of the factory")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _complete(cls, data: Any) -> Any:
+        if isinstance(data, dict) and data.get("factory") is not None and data.get("path") is None:
+            return {**data, "path": None}
+        return data
+
+    @model_validator(mode="after")
+    def _agree(self) -> Model:
+        if self.path is None and self.factory is None:
+            raise ConfigError("`model.path` is null.", "name a Hugging Face folder or a .gguf file")
+        if self.arguments and self.factory is None:
+            raise ConfigError("`model.arguments` are given without `model.factory`.", "name the function too")
+        return self
+
+    @property
+    def source(self) -> str:
+        """`path`, where it is known to be given."""
+        if self.path is None:
+            raise RuntimeError("modules of one's own come from a factory")
+        return self.path
 
 
 class DataSource(Section):
@@ -117,6 +145,10 @@ class Data(Section):
     val_path: Annotated[tuple[ValidationData, ...], ReadNamed] = Field(
         default=(), description="validation data of its own, one or several by name; val_size is then unused"
     )
+    factory: Factory = Field(
+        default=None, description="a function that makes a data set for one's own modules"
+    )
+    arguments: dict[str, Any] = Field(default={}, description="of the factory")
 
     @property
     def sources(self) -> tuple[DataSource, ...]:
@@ -141,6 +173,8 @@ class Data(Section):
                 f"`data.path`: {unweighted} has no weight, and others have.",
                 "give every source a weight, or none",
             )
+        if self.arguments and self.factory is None:
+            raise ConfigError("`data.arguments` are given without `data.factory`.", "name the function too")
         names = [found.name for found in self.val_path]
         if len(set(names)) < len(names):
             twice = next(name for name in names if names.count(name) > 1)
@@ -339,6 +373,23 @@ class Logging(Section):
     run_name: str | None = None
 
 
+TEXT_ONLY = {
+    "model.init": "the factory draws or reads the weights",
+    **dict.fromkeys(
+        (
+            *("data.path", "data.format", "data.columns", "data.train_on", "data.chat_template"),
+            *("data.long_documents", "data.deduplicate", "data.val_path"),
+        ),
+        "samples come from `data.factory`",
+    ),
+    "train.max_seq_length": "a row is one sample",
+    "train.max_tokens": "samples have no tokens to count; use max_steps or epochs",
+    "train.sample_prompt": "modules of one's own continue no text",
+    "train.recompute": "nothing of a forward is kept but each block's input",
+}
+"""Settings that modules of one's own cannot have, and why."""
+
+
 class Job(Record):
     """Everything a user can ask for, resolved."""
 
@@ -352,6 +403,7 @@ class Job(Record):
 
     @model_validator(mode="after")
     def _agree(self) -> Job:
+        self._check_factories()
         growth, rows = self.growth, self.train.global_batch_size
         if growth is None:
             return self
@@ -370,6 +422,31 @@ class Job(Record):
             )
         return self
 
+    def _check_factories(self) -> None:
+        """Modules of one's own go with data of one's own, and with no setting that only text has."""
+        model, data = self.model.factory, self.data.factory
+        if model is None and data is None:
+            return
+        if model is None:
+            raise ConfigError(
+                f"`data.factory` = {data!r} makes samples for modules of one's own, and there is no "
+                "`model.factory`.",
+                "name the function that makes the modules: --model-factory module:function",
+            )
+        if data is None:
+            raise ConfigError(
+                f"`model.factory` = {model!r} makes modules of one's own, which need samples of one's own: "
+                "`data.factory` is missing.",
+                "name the function that makes the data set: --data-factory module:function",
+            )
+        for key, why in TEXT_ONLY.items():
+            section, _, name = key.partition(".")
+            value, field = getattr(getattr(self, section), name), SECTIONS[section].model_fields[name]
+            if value != field.get_default() and not (key == "train.recompute" and value is True):
+                raise ConfigError(
+                    f"`{key}` = {value!r} does not go with `model.factory`: {why}.", "leave it out"
+                )
+
     @property
     def growth(self) -> Growth | None:
         """The batch warm-up, if there is one."""
@@ -382,7 +459,7 @@ class Job(Record):
 
     def require_data(self) -> None:
         """Raise ConfigError unless there is something to train on."""
-        if not self.data.path:
+        if not self.data.path and self.data.factory is None:
             raise ConfigError("`data.path` is missing.", "name a text file, .jsonl or folder: --dataset PATH")
 
 

@@ -11,6 +11,8 @@ from typing import Any
 
 _BY_FIELD = {
     "model.path": "model_name_or_path base_model checkpoint_dir model_path model_name",
+    "model.factory": "model_factory",
+    "data.factory": "data_factory dataset_factory",
     "data.path": "dataset dataset_name dataset_path datasets local_dataset train_file",
     "data.format": "dataset_format",
     "data.chat_template": "template chat_template_path",

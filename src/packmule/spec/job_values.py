@@ -7,6 +7,7 @@ pydantic adds the field's name and value.
 from __future__ import annotations
 
 import math
+import re
 from pathlib import PurePath
 from typing import Annotated, Any, Literal
 
@@ -27,6 +28,9 @@ _FORMATS = {
 }  # fmt: skip
 SINKS = ("tensorboard", "wandb", "trackio")
 """Where metrics can be sent besides log.jsonl."""
+
+FACTORY = re.compile(r"([A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*|.+\.py):([A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*)")
+"""`module:function` or `file.py:function`: where a function of the user's own is, and its name."""
 
 _PRECISIONS = {
     "auto": "auto",
@@ -99,6 +103,12 @@ def _paths(value: Any) -> Any:
     if value is None:
         return ()
     return (value,) if isinstance(value, str) else value
+
+
+def _factory(value: Any) -> Any:
+    if value is None or (isinstance(value, str) and FACTORY.fullmatch(value)):
+        return value
+    raise ValueError("name a function: `module:function`, or `path/to/file.py:function`")
 
 
 def _sources(value: Any) -> Any:
@@ -201,6 +211,7 @@ Steps = Annotated[int | None, Field(ge=1), BeforeValidator(unset_if_minus_one)]
 OptionalText = Annotated[str | None, Field(min_length=1)]
 Text = Annotated[str, Field(min_length=1)]
 Paths = Annotated[tuple[Text, ...], BeforeValidator(_paths)]
+Factory = Annotated[str | None, BeforeValidator(_factory)]
 FormatName = Annotated[
     Literal["auto", "text", "alpaca", "sharegpt", "messages", "prompt-completion", "preference", "tokens"],
     BeforeValidator(_format),

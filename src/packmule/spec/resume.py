@@ -211,8 +211,8 @@ def _value(job: Job, key: str) -> Any:
     """A field's value; paths count by their last component: a moved folder is the same folder."""
     section, _, name = key.partition(".")
     value = getattr(getattr(job, section), name)
-    if key == "model.path":
-        return PurePath(value).name
+    if key in ("model.path", "model.factory"):
+        return PurePath(value or "").name
     if key == "data.val_size" and job.data.val_path:
         return 0
     return value
@@ -245,5 +245,8 @@ def refuse(before: Job, after: Job, run: str) -> None:
 def job_hash(job: Job) -> str:
     """SHA-256 (hex) over what a run never changes: the fields whose change is refused."""
     kept = {key: _value(job, key) for key in fields() if row_of(key).effect == "refused"}
+    for key in ("model.factory", "model.arguments"):  # of runs that have none, as before there were any
+        if not kept[key]:
+            del kept[key]
     text = json.dumps(kept, sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(text.encode()).hexdigest()

@@ -17,6 +17,7 @@ class Tally:
             head gives losses only.
         byte_loss: of the targets that stand for text, in nats.
         bytes: UTF-8 bytes of these; 0 where the tokenizer does not say.
+        sums: (name, sum) of what else such a head reports, by name.
     """
 
     loss: float = 0.0
@@ -24,6 +25,7 @@ class Tally:
     correct: int | None = 0
     byte_loss: float = 0.0
     bytes: int = 0
+    sums: tuple[tuple[str, float], ...] = ()
 
     def __add__(self, other: Tally) -> Tally:
         known = self.correct is not None and other.correct is not None
@@ -33,15 +35,25 @@ class Tally:
             (self.correct or 0) + (other.correct or 0) if known else None,
             self.byte_loss + other.byte_loss,
             self.bytes + other.bytes,
+            self._summed(other),
         )
 
+    def _summed(self, other: Tally) -> tuple[tuple[str, float], ...]:
+        """Names that both know, or the one that has targets."""
+        if not self.targets or not other.targets:
+            return self.sums if self.targets else other.sums
+        more = dict(other.sums)
+        return tuple((name, value + more[name]) for name, value in self.sums if name in more)
+
     def metrics(self) -> dict[str, float]:
-        """By name: loss and perplexity per target; accuracy and bits_per_byte where they are known."""
+        """By name, per target: loss; of text perplexity, accuracy, and bits_per_byte where it is known;
+        else what the model's head reports."""
         targets = max(1, self.targets)
         loss = self.loss / targets
-        found = {"loss": loss, "perplexity": math.exp(min(loss, 700.0))}
+        found = {"loss": loss}
         if self.correct is not None:
-            found["accuracy"] = self.correct / targets
+            found |= {"perplexity": math.exp(min(loss, 700.0)), "accuracy": self.correct / targets}
+        found |= {name: value / targets for name, value in self.sums}
         if self.bytes:
             found["bits_per_byte"] = self.byte_loss / math.log(2.0) / self.bytes
         return found

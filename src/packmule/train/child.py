@@ -6,6 +6,7 @@ tuned before torch is imported; once the arena is touched, RLIMIT_DATA keeps the
 
 from __future__ import annotations
 
+import contextlib
 import signal
 import sys
 from pathlib import Path
@@ -65,23 +66,18 @@ def main() -> int:
     sender = Sender(sys.stdout)
     request = Request.parse_json(sys.stdin.readline(), "the request")
     try:
-        _serve(request, sender, signals)
+        with contextlib.redirect_stdout(sys.stderr):  # what a user's modules print is no event
+            _serve(request, sender, signals)
     except PackmuleError as error:
-        _send_error(sender, error)
+        sender.fail(error)
     except (MemoryError, RuntimeError) as error:
         if not is_out_of_memory(error):
             raise
         unlimit_data()
-        _send_error(sender, out_of_memory(error))
+        sender.fail(out_of_memory(error))
     memory = process_memory()
     sender.send("end", peak_bytes=memory.peak)
     return 0
-
-
-def _send_error(sender: Sender, error: PackmuleError) -> None:
-    sender.send(
-        "error", kind=type(error).__name__, cause=error.cause, hint=error.hint, exit_code=error.exit_code
-    )
 
 
 def _serve(request: Request, sender: Sender, signals: Signals) -> None:

@@ -18,12 +18,14 @@ from packmule.kernels import checksum
 from packmule.plan.inference import inference_plan
 from packmule.shapes.bodies import dtypes
 from packmule.shapes.model import ModelShape
+from packmule.shapes.module import ModuleShape, Shape
 from packmule.spec.environment import Environment
 from packmule.spec.job import Data
 from packmule.tiers.disk import PosixDisk
-from packmule.train.folder import HELD_OUT, RunFolder, perplexities, read_log
+from packmule.train.folder import HELD_OUT, RunFolder, module_metrics, perplexities, read_log
 from packmule.train.memory import process_memory
 from packmule.train.messages import Request
+from packmule.train.modules import check_imports, import_path, samples_report
 from packmule.train.results import Checked, Evaluation
 from packmule.train.situation import RESERVE, shape_of, text_positions, tokenizer_bytes
 from packmule.train.watch import run_child
@@ -36,18 +38,23 @@ def evaluate(
     rows: int | None = None,
     ram_bytes: int | None = None,
     name: str | None = None,
+    imports: tuple[str, ...] = (),
 ) -> Evaluation:
     """Loss and other metrics of a commit or snapshot.
 
     Args:
         dataset: other text to judge on.
         name: of one of the run's evaluation sets; by default the first, its held-out rows.
+        imports: modules of the caller's own that may be imported.
 
     Raises:
         PackmuleError: see the parts.
     """
     folder = RunFolder.open(run)
     head = commit_of(folder)
+    modules = folder.module_shape()
+    if modules is not None:
+        return _evaluate_modules(folder, modules, environment, head, dataset, rows, ram_bytes, name, imports)
     with tempfile.TemporaryDirectory(prefix="packmule-eval-", dir=folder.path) as temporary:
         data = folder.data
         if dataset:
@@ -68,6 +75,42 @@ def evaluate(
         result = _run(folder, environment, head, ram_bytes, "evaluate", data, length, counts, (), 0, {})
     kept = {k: v for k, v in result["evaluation"].items() if k in Evaluation.model_fields}
     return Evaluation(step=head.step, **kept)
+
+
+def _evaluate_modules(
+    folder: RunFolder,
+    shape: ModuleShape,
+    environment: Environment,
+    head: Head,
+    dataset: tuple[str, ...],
+    rows: int | None,
+    ram_bytes: int | None,
+    name: str | None,
+    imports: tuple[str, ...],
+) -> Evaluation:
+    """The same of modules of one's own, on the samples that the run holds out."""
+    if dataset:
+        raise ConfigError(
+            f"{folder.path} was trained on samples of `{shape.dataset}`, and `--dataset` names text.",
+            "leave it out: the run's held-out samples are judged on",
+        )
+    check_imports(shape, imports)
+    job = folder.job()
+    held_out = samples_report(shape, job).validation
+    if not held_out:
+        raise ConfigError(f"{folder.path} holds no samples out.", "train with `data.val_size`")
+    if name not in (None, held_out[0].name):
+        raise ConfigError(
+            f"{folder.path} has no evaluation set {name!r}.", f"it has {held_out[0].name}; leave --set out"
+        )
+    count = held_out[0].rows.rows
+    more = {"import_path": import_path(), "val_size": float(job.data.val_size)}
+    counts = (min(rows or count, count),)
+    result = _run(folder, environment, head, ram_bytes, "evaluate", folder.data, 1.0, counts, (), 0, more)
+    found = result["evaluation"]
+    known = {key: found.pop(key) for key in Evaluation.model_fields if key in found}
+    metrics = {key: value for key, value in found.items() if key not in ("event", "set")}
+    return Evaluation(step=head.step, **known, metrics=metrics)
 
 
 def prepare_text(
@@ -122,13 +165,12 @@ def generate(
     from packmule.data.tokenizer import TextTokenizer
 
     folder = RunFolder.open(run)
-    head = commit_of(folder)
+    head, shape = commit_of(folder), folder.decoder_shape()
     tokenizer = TextTokenizer.from_folder(folder.model)
     start = [tokenizer.bos] if tokenizer.add_bos and tokenizer.bos is not None else []
     ids = (*start, *tokenizer.encode([prompt])[0])
     if not ids:
         raise ConfigError("`--prompt` is empty.", "give some text to continue")
-    shape = folder.shape()
     positions = text_positions(ids, tokens, shape)
     if len(ids) > positions:
         raise ConfigError(
@@ -170,7 +212,7 @@ def _run(
     budget = ram_bytes or folder.read_plan().budget_bytes
     own = max(hardware.parent_baseline_bytes, process_memory().peak + RESERVE)
     base = own + hardware.child_baseline_bytes
-    if ids:
+    if ids and isinstance(shape, ModelShape):
         base += tokenizer_bytes(folder.model, shape)
     costs = Costs.of(hardware, dtypes(head.numerics).product, hardware.disks[0])
     chunk = head.layout.chunk_bytes
@@ -244,7 +286,15 @@ def info(path: Path, environment: Environment) -> dict[str, Any]:
     return {"kind": "model", "path": str(path), **_shape_info(shape_of(path))}
 
 
-def _shape_info(shape: ModelShape) -> dict[str, Any]:
+def _shape_info(shape: Shape) -> dict[str, Any]:
+    if isinstance(shape, ModuleShape):
+        return {
+            "modules": shape.factory,
+            "data set": shape.dataset,
+            "samples": shape.samples,
+            "parameters": shape.numel,
+            "layers": shape.layers,
+        }
     return {
         "parameters": shape.numel,
         "layers": shape.layers,
@@ -262,7 +312,7 @@ def _run_info(folder: RunFolder) -> dict[str, Any]:
     disk, crc = PosixDisk(), checksum()
     snapshot = is_snapshot(folder.state)
     found: dict[str, Any] = {"kind": "snapshot" if snapshot else "run", "path": str(folder.state)}
-    if (folder.model / "config.json").exists():
+    if folder.module.exists() or (folder.model / "config.json").exists():
         found |= _shape_info(folder.shape())
     head = read_head(disk, folder.state, crc)
     if head is None:
@@ -271,7 +321,7 @@ def _run_info(folder: RunFolder) -> dict[str, Any]:
     found |= {
         "step": head.step,
         "total steps": numerics.schedule.total_steps,
-        "target tokens seen": head.tokens,
+        "targets seen" if folder.module.exists() else "target tokens seen": head.tokens,
         "precision": numerics.precision,
         "micro-batches": list(numerics.micro_rows),
     }
@@ -279,7 +329,11 @@ def _run_info(folder: RunFolder) -> dict[str, Any]:
     losses = [entry for entry in log if "train/loss" in entry]
     if losses:
         found["last loss"] = losses[-1]["train/loss"]
-    found["held-out perplexity"] = {}
+    if folder.module.exists():
+        for name, pairs in module_metrics(log).items():
+            found[f"held-out {name}"] = {f"step {step}": value for step, value in pairs}
+    else:
+        found["held-out perplexity"] = {}
     for name, pairs in perplexities(log).items():
         told = "held-out" if name == HELD_OUT else name
         found[f"{told} perplexity"] = {f"step {step}": value for step, value in pairs}

@@ -28,7 +28,7 @@ def prepare_request(job: Job, out: Path, ram_bytes: int | None = None) -> Prepar
     """What a job asks of data preparation."""
     data = job.data
     return PrepareRequest(
-        model=str(model_folder(job.model.path)),
+        model=str(model_folder(job.model.source)),
         dataset=data.paths,
         weights=data.weights,
         format=data.format,
@@ -42,7 +42,7 @@ def prepare_request(job: Job, out: Path, ram_bytes: int | None = None) -> Prepar
         validation=tuple(NamedData(name=found.name, dataset=found.path) for found in data.val_path),
         seed=job.train.seed,
         out=str(out),
-        random_init=job.model.init == "random" or RunFolder.at(Path(job.model.path)) is not None,
+        random_init=job.model.init == "random" or RunFolder.at(Path(job.model.source)) is not None,
         sample_prompt=job.train.sample_prompt or "",
         ram_bytes=None if ram_bytes is None else max(ram_bytes, LEAST_BYTES),
     )

@@ -19,9 +19,11 @@ from packmule.errors import ConfigError
 from packmule.kernels import checksum
 from packmule.models.weights.export import SHARD_BYTES, ExportDtype, export_bytes, write_huggingface
 from packmule.models.weights.gguf_export import GgufDtype, gguf_bytes, write_gguf
+from packmule.models.weights.module_export import write_modules
 from packmule.models.weights.rows import Tensors, vocabulary_rows
 from packmule.models.weights.source import WeightSource
 from packmule.shapes.model import Block, ModelShape, Parameter
+from packmule.shapes.module import ModuleShape
 from packmule.spec.environment import Environment
 from packmule.spec.job import Data
 from packmule.tiers.disk import PosixDisk
@@ -90,6 +92,10 @@ def export(
             f"{source} is neither a run nor a model.",
             "give the output folder of `packmule train`, a checkpoint-N in it, a model folder or .gguf file",
         )
+    modules = None if folder is None else folder.module_shape()
+    if folder is not None and modules is not None:
+        commit_of(folder)
+        return _export_modules(folder, modules, output, dtype, shard_bytes, prune_vocab)
     gguf = output.suffix.lower() == ".gguf"
     if output.exists():
         what = "file" if gguf else "folder"
@@ -135,7 +141,7 @@ def _origin(folder: RunFolder | None, source: Path, temporary: Path) -> Iterator
         with StateReader.open(PosixDisk(), folder.state, checksum()) as reader:
             yield _Origin(
                 exporter(reader),
-                folder.shape(),
+                folder.decoder_shape(),
                 folder.model_config(),
                 folder.model,
                 folder.data,
@@ -157,6 +163,24 @@ def _origin(folder: RunFolder | None, source: Path, temporary: Path) -> Iterator
             return (values for _, values in weights.chunks(whole, found))
 
         yield _Origin(tensors, shape, config, model)
+
+
+def _export_modules(
+    folder: RunFolder, shape: ModuleShape, output: Path, dtype: str | None, shard_bytes: int, prune: bool
+) -> Exported:
+    """A state dict of modules of one's own; nothing of them is imported."""
+    if prune or output.suffix.lower() == ".gguf":
+        what = "vocabulary" if prune else "place in a .gguf file"
+        raise ConfigError(
+            f"The model in {folder.path} is made of modules of your own, which have no {what}.",
+            "name a folder: `packmule export RUN FOLDER` writes their state dict",
+        )
+    if output.exists():
+        raise ConfigError(f"{output} exists already.", "name a folder that does not exist yet")
+    chosen = cast(ExportDtype, _export_dtype(dtype or "float32", gguf=False))
+    with StateReader.open(PosixDisk(), folder.state, checksum()) as reader:
+        write_modules(output, shape, exporter(reader), chosen, folder.model, shard_bytes)
+    return Exported(output=str(output), dtype=chosen, weight_bytes=export_bytes(shape, chosen))
 
 
 def _export_dtype(name: str, gguf: bool) -> str:

@@ -13,6 +13,7 @@ from packmule.checkpoint.snapshots import newest
 from packmule.errors import ConfigError, DamagedFile, DiskError
 from packmule.kernels import checksum
 from packmule.shapes.model import ModelShape
+from packmule.shapes.module import ModuleShape, Shape
 from packmule.spec.hardware import Hardware
 from packmule.spec.job import Job, load_job
 from packmule.spec.plan import Plan
@@ -88,6 +89,10 @@ class RunFolder:
         return self.path / "model"
 
     @property
+    def module(self) -> Path:
+        return self.model / "module.json"
+
+    @property
     def data(self) -> Path:
         return self.path / "data"
 
@@ -131,8 +136,30 @@ class RunFolder:
             raise ConfigError(f"{self.model / 'config.json'} is not a JSON object.", "restore it")
         return config
 
-    def shape(self) -> ModelShape:
-        """The model's architecture."""
+    def shape(self) -> Shape:
+        """The model's architecture, or that of a user's modules."""
+        modules = self.module_shape()
+        return self.decoder_shape() if modules is None else modules
+
+    def module_shape(self) -> ModuleShape | None:
+        """A user's modules as they were measured; None where the model is a decoder."""
+        if not self.module.exists():
+            return None
+        return ModuleShape.parse_json(read_text(self.module), str(self.module))
+
+    def decoder_shape(self) -> ModelShape:
+        """The architecture of a decoder.
+
+        Raises:
+            ConfigError: the model is made of a user's modules, which know no text.
+        """
+        modules = self.module_shape()
+        if modules is not None:
+            raise ConfigError(
+                f"The model in {self.path} is made of modules of your own (`{modules.factory}`), which "
+                "know no tokens.",
+                "import them where you use them: `packmule export` writes their state dict",
+            )
         return ModelShape.from_config(self.model_config(), str(self.model / "config.json"))
 
     def write(self, path: Path, text: str) -> None:
@@ -279,6 +306,16 @@ def perplexities(log: Iterable[Mapping[str, Any]]) -> dict[str, list[tuple[int, 
             if key.startswith("eval/") and key.endswith("perplexity"):
                 name = key.removeprefix("eval/").removesuffix("perplexity").rstrip("/")
                 found.setdefault(name or HELD_OUT, []).append((entry["step"], value))
+    return found
+
+
+def module_metrics(log: Iterable[Mapping[str, Any]]) -> dict[str, list[tuple[int, float]]]:
+    """(step, value) of each evaluation of modules of one's own, by the name of the metric."""
+    found: dict[str, list[tuple[int, float]]] = {}
+    for entry in log:
+        for key, value in entry.items():
+            if key.startswith("eval/") and key != "eval/targets":
+                found.setdefault(key.removeprefix("eval/"), []).append((entry["step"], value))
     return found
 
 

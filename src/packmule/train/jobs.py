@@ -52,12 +52,31 @@ def job_of(
 
 
 def _plain(value: Any) -> Any:
-    """What YAML could have given: paths become text, sequences lists."""
+    """What YAML could have given: paths become text, sequences lists, functions their names."""
     if isinstance(value, Mapping):
         return {str(key): _plain(inner) for key, inner in value.items()}
     if isinstance(value, (list, tuple)):
         return [_plain(inner) for inner in value]
+    if callable(value):
+        return _named(value)
     return os.fspath(value) if isinstance(value, os.PathLike) else value
+
+
+def _named(function: Any) -> str:
+    """`module:function` of one that another process can import."""
+    module, name = getattr(function, "__module__", None), getattr(function, "__qualname__", "<")
+    if not module or "<" in name:
+        raise ConfigError(
+            f"{function!r:.80} has no name by which the training process can import it.",
+            "give a function that is defined at the top of a file",
+        )
+    if module == "__main__":
+        raise ConfigError(
+            f"`{name}` is defined in the script or notebook that is being run, which the training process "
+            "cannot import.",
+            "put it into a file beside it",
+        )
+    return f"{module}:{name}"
 
 
 def _read(path: Path) -> str:

@@ -4,30 +4,37 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, replace
-from html import escape
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from packmule.checkpoint.lock import RunLock
-from packmule.data.report import PrepareReport, PreviewReport
+from packmule.data.report import PrepareReport
 from packmule.errors import ConfigError, DiskError, OutOfMemory
-from packmule.plan.explain import tables
 from packmule.plan.search import Found, search
 from packmule.plan.situation import Situation
-from packmule.plan.table import Table, plain
+from packmule.shapes.model import ModelShape
+from packmule.shapes.module import ModuleShape, Shape
 from packmule.spec.environment import Environment
+from packmule.spec.hardware import Hardware
 from packmule.spec.job import Job
 from packmule.spec.plan import Plan
 from packmule.spec.resume import changes
-from packmule.spec.units import format_bytes, format_seconds
-from packmule.train.data import prepare_request, preview_data, preview_tables
+from packmule.spec.units import format_bytes
+from packmule.train.data import prepare_request
 from packmule.train.folder import RunFolder, read_log
 from packmule.train.memory import process_memory
 from packmule.train.messages import Request
-from packmule.train.resuming import data_of, find, numerics_of, said
-from packmule.train.show import Show
+from packmule.train.modules import (
+    check_build,
+    data_key,
+    import_path,
+    measure_modules,
+    refuse_changed,
+    samples_report,
+)
+from packmule.train.resuming import DataStart, data_of, data_start, find, numerics_of, said
+from packmule.train.show import SAMPLES, Show
 from packmule.train.sinks import Sinks, import_sinks
 from packmule.train.situation import (
     WATCH_BYTES,
@@ -35,10 +42,8 @@ from packmule.train.situation import (
     hardware_of,
     make_numerics,
     make_situation,
-    model_folder,
     ram_budget,
     refuse_unoffered,
-    shape_of,
     smaller_vocabulary,
     text_positions,
     tokenizer_bytes,
@@ -47,92 +52,6 @@ from packmule.train.situation import (
 )
 from packmule.train.stopping import stops
 from packmule.train.watch import interruptible, run_child
-
-Progress = Callable[[str, float], None]
-
-
-@dataclass(frozen=True, repr=False)
-class Planned:
-    """What planning found. `str` is what `packmule plan` prints.
-
-    Attributes:
-        plan: the plan chosen.
-        found: the search it came from.
-        situation: what it was asked.
-        steps: of the run, where the job says it without looking at data.
-        data: the formats of the data and an example of each, or why there are none.
-    """
-
-    plan: Plan
-    found: Found
-    situation: Situation
-    steps: int | None
-    data: PreviewReport | str
-
-    def tables(self) -> list[Table]:
-        """What the plan is, and why, and what the data looks like."""
-        return [*tables(self.situation, self.found, self.steps), *preview_tables(self.data)]
-
-    def shown_json(self) -> str:
-        """The plan, with the data's formats and examples as `data`, or a string there that says why not."""
-        data = self.data if isinstance(self.data, str) else self.data.model_dump(mode="json")["sources"]
-        return json.dumps({**json.loads(self.plan.to_json()), "data": data}, indent=2) + "\n"
-
-    def __str__(self) -> str:
-        return plain(self.tables()).rstrip("\n")
-
-    def __repr__(self) -> str:
-        predicted, place = self.plan.predicted, self.plan.placement
-        words = f"state {place.state}, weights {place.weights}, {self.plan.numerics.precision}"
-        if predicted is not None:
-            words = (
-                f"{format_seconds(predicted.step_seconds)} per step, "
-                f"{format_bytes(predicted.peak_ram_bytes)} at its peak; {words}"
-            )
-        return f"<Plan for {format_bytes(self.plan.budget_bytes)} of RAM: {words}>"
-
-    def _repr_html_(self) -> str:
-        return f"<pre>{escape(str(self))}</pre>"
-
-    def to_json(self) -> str:
-        """The plan as JSON, as plan.json holds it."""
-        return self.plan.to_json()
-
-    def write(self, path: str) -> None:
-        """The plan as JSON.
-
-        Raises:
-            DiskError: it cannot be written.
-        """
-        try:
-            Path(path).write_text(self.plan.to_json(), encoding="utf-8")
-        except OSError as error:
-            raise DiskError(
-                f"{path} cannot be written: {error.strerror}.", "choose another --output"
-            ) from None
-
-
-def make_plan(job: Job, environment: Environment, progress: Progress) -> Planned:
-    """Plan a job without running it; of the data only first records are read.
-
-    Raises:
-        PackmuleError: see the parts; DoesNotFit when nothing fits.
-    """
-    refuse_unoffered(job)
-    shape = shape_of(Path(job.model.path).expanduser())
-    hardware = hardware_of(job, environment, progress)
-    numerics = make_numerics(job, hardware, total_steps(job, None))
-    prompt = job.train.sample_prompt
-    positions = 0
-    if prompt is not None:
-        # A token is a byte at least.
-        positions = min(len(prompt.encode()) + 1 + job.train.sample_tokens, shape.max_positions)
-    situation = make_situation(
-        job, shape, hardware, ram_budget(job, hardware), None, numerics, False, positions
-    )
-    tokenizer = tokenizer_bytes(model_folder(job.model.path), shape) if positions else 0
-    found = search(with_own_memory(situation, tokenizer))
-    return Planned(found.plan, found, situation, job.train.max_steps, preview_data(job, environment))
 
 
 def _search(situation: Situation, tokenizer: int) -> tuple[Situation, Found]:
@@ -234,7 +153,8 @@ class _Start:
         over = head.step >= total or stops(log, self.job.train)
         if not over or not any(entry["step"] == head.step for entry in log):
             return False
-        self.show.complete(head.step, total, folder.final, log)
+        unit = "tokens" if self.job.model.factory is None else SAMPLES
+        self.show.complete(head.step, total, folder.final, log, unit)
         return True
 
     def prepare(self) -> Request:
@@ -243,10 +163,7 @@ class _Start:
         hardware = hardware_of(job, self.environment, show.fraction)
         show.machine(hardware)
         budget = ram_budget(job, hardware)
-        report = self._prepare_data(budget)
-        show.data(report)
-        shape = folder.shape()
-        data = data_of(found, folder)
+        shape, report, data = self._model_and_data(hardware, budget)
         steps = total_steps(job, report, data.cursor, data.tokens)
         if steps < found.step:
             raise ConfigError(
@@ -255,22 +172,26 @@ class _Start:
             )
         fresh = make_numerics(job, hardware, steps)
         numerics = numerics_of(found, job, fresh, self.renumber)
-        positions = text_positions(report.sample_ids, job.train.sample_tokens, shape)
+        positions = 0
+        if isinstance(shape, ModelShape):
+            positions = text_positions(report.sample_ids, job.train.sample_tokens, shape)
         situation = make_situation(
             job, shape, hardware, budget, report, numerics,
             found.head is not None and not self.renumber, positions,
         )  # fmt: skip
-        situation = replace(situation, smaller=lambda: smaller_vocabulary(job, folder))
-        tokenizer = tokenizer_bytes(folder.model, shape) if positions else 0
+        tokenizer = 0
+        if isinstance(shape, ModelShape):
+            situation = replace(situation, smaller=lambda: smaller_vocabulary(job, folder))
+            tokenizer = tokenizer_bytes(folder.model, shape) if positions else 0
         show.phase("plan")
+        if isinstance(shape, ModuleShape):
+            check_build(with_own_memory(situation, 0))
         situation, plans = _search(situation, tokenizer)
         self.plan = plans.plan
         self._check_disk(situation)
         changed = said(found, job, fresh, data)
         for line in changed:
             show.note(line)
-        origin = RunFolder.at(Path(job.model.path))
-        weights = origin.state if origin is not None and job.model.init == "pretrained" else ""
         if found.elsewhere is not None:
             folder.take_log(found.elsewhere, found.step)
         self._request = Request(
@@ -284,16 +205,50 @@ class _Start:
             positions=situation.sample_tokens,
             evaluation_rows=situation.evaluation_rows,
             mean_length=situation.mean_length,
-            weights=str(weights),
+            weights=self._weights(),
             begin_with="" if found.elsewhere is None else str(found.elsewhere.state),
             data_key=data.key,
             data_cursor=data.cursor,
             data_tokens=data.tokens,
             seconds=self._seconds(),
             changed=tuple(changed),
+            import_path=() if job.model.factory is None else import_path(),
+            val_size=float(job.data.val_size),
         )
         folder.write(folder.config, job.to_yaml())
         return self._planned(situation, plans)
+
+    def _model_and_data(self, hardware: Hardware, budget: int) -> tuple[Shape, PrepareReport, DataStart]:
+        """Prepare both, and show them."""
+        job, folder, found = self.job, self.folder, self._found
+        if job.model.factory is None:
+            folder.module.unlink(missing_ok=True)
+            report = self._prepare_data(budget)
+            self.show.data(report)
+            return folder.decoder_shape(), report, data_of(found, folder)
+        self.show.phase("measure the model")
+        kept = None if found.head is None or self.renumber else found.head.numerics
+        shape = measure_modules(job, hardware, budget, kept, self.environment, self.on_event)
+        before = folder.module_shape() if found.elsewhere is None else found.elsewhere.module_shape()
+        if found.head is not None and before is not None:
+            refuse_changed(before, shape)
+        folder.model.mkdir(exist_ok=True)
+        folder.write(folder.module, shape.to_json())
+        report = samples_report(shape, job)
+        self.show.samples(shape, report)
+        return shape, report, data_start(found, data_key(shape))
+
+    def _weights(self) -> str:
+        """The state that a fresh run takes its weights from, where it is another run's."""
+        if self.job.model.path is None or self.job.model.init != "pretrained":
+            return ""
+        origin = RunFolder.at(Path(self.job.model.path))
+        if origin is None and self.job.model.factory is not None:
+            raise ConfigError(
+                f"`model.path` = {self.job.model.path!r} is no run.",
+                "beside `model.factory` give a run of the same modules, or leave it out",
+            )
+        return "" if origin is None else str(origin.state)
 
     def _planned(self, situation: Situation, plans: Found) -> Request:
         """Write the plan down, show it, ask for its execution."""

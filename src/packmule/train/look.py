@@ -4,25 +4,22 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from packmule.checkpoint.snapshots import best_step, keep_best, rotate, snapshot, snapshot_path, snapshots
 from packmule.checkpoint.store import StateStore
-from packmule.data.batches import Batches
-from packmule.data.prepared import ValidationSet
 from packmule.data.token_bytes import read_token_bytes
 from packmule.data.tokenizer import TextTokenizer
 from packmule.engine.engine import Engine
-from packmule.errors import RunFailed
-from packmule.spec.batch import Batch
+from packmule.errors import ConfigError, RunFailed
 from packmule.spec.job import Job
 from packmule.tiers.disk import aligned_buffer
-from packmule.train.folder import Log, RunFolder
+from packmule.train.folder import HELD_OUT, Log, RunFolder
 from packmule.train.memory import memory_now
 from packmule.train.messages import Request, Sender
 from packmule.train.stopping import metric_key, standing
@@ -30,17 +27,28 @@ from packmule.train.stopping import metric_key, standing
 Report = Callable[[int, int], None]
 
 
+class EvaluationSet(NamedTuple):
+    """What is judged on.
+
+    Attributes:
+        batch: makes a micro-batch of `count` rows from row `first` on.
+    """
+
+    name: str
+    batch: Callable[[int, int], Any]
+
+
 @dataclass(frozen=True)
 class Reading:
     """What samples and metrics are read with; loaded before memory is handed out.
 
     Attributes:
-        sets: to evaluate on.
+        sets: to evaluate on, in the order of `Request.evaluation_rows`.
         tokenizer: of samples, or None where there are none.
         token_bytes: as `token_bytes_of`.
     """
 
-    sets: tuple[ValidationSet, ...]
+    sets: tuple[EvaluationSet, ...]
     tokenizer: TextTokenizer | None
     token_bytes: Tensor | None
 
@@ -91,7 +99,7 @@ class Looks:
             if rows and not self._log.has(step, metric_key(part.name, "loss")):
                 self._evaluate(step, part, rows)
 
-    def _evaluate(self, step: int, part: ValidationSet, rows: int) -> None:
+    def _evaluate(self, step: int, part: EvaluationSet, rows: int) -> None:
         self._sender.send("phase", name="evaluation")
         began = time.monotonic()
         batches = evaluation_batches(self._engine, part, rows, self._reporter("evaluation"))
@@ -100,9 +108,22 @@ class Looks:
         if not math.isfinite(metrics["loss"]):
             raise not_finite(f"The held-out loss at step {step}")
         named = {metric_key(part.name, name): value for name, value in metrics.items()}
+        if part.name == HELD_OUT:
+            self._check_metric(metrics)
         self._log.write({"step": step, **named, metric_key(part.name, "targets"): tally.targets})
         seconds = time.monotonic() - began
         self._sender.send("evaluation", step=step, set=part.name, **metrics, seconds=seconds, **memory_now())
+
+    def _check_metric(self, metrics: Mapping[str, float]) -> None:
+        """Whether what steps are judged by is measured: what a user's modules report is known only now."""
+        wanted, train = self._job.train.best_metric, self._job.train
+        asked = self._job.checkpoint.save_best or train.early_stop_patience is not None
+        known = [metric_key(HELD_OUT, name) for name in metrics]
+        if asked and self._job.model.factory is not None and wanted not in known:
+            raise ConfigError(
+                f"`train.best_metric` = {wanted!r} is not measured: the head reports no such value.",
+                f"measured are {', '.join(known)}",
+            )
 
     def sample(self, step: int) -> None:
         """Continue the prompt, unless the log has it.
@@ -151,23 +172,21 @@ class Looks:
 
 def token_bytes_of(folder: RunFolder) -> Tensor | None:
     """int32 [V] for Engine.evaluate, or None where the run's tokenizer does not say."""
-    found = read_token_bytes(folder.model, folder.shape().vocab)
+    found = read_token_bytes(folder.model, folder.decoder_shape().vocab)
     return None if found is None else torch.from_numpy(found)
 
 
-def evaluation_batches(
-    engine: Engine, part: ValidationSet, rows: int, report: Report
-) -> Iterator[list[Batch]]:
+def evaluation_batches(engine: Engine, part: EvaluationSet, rows: int, report: Report) -> Iterator[list[Any]]:
     """The first `rows` rows of a set as Engine.evaluate takes them.
 
     Args:
         report: called with (rows done, rows) before each group.
     """
-    batches, done = Batches(part.store, part.rows, 0), 0
+    done = 0
     for group in engine.evaluation_groups(rows):
         found = []
         for count in group:
-            found.append(batches.micro_batch(tuple(range(done, done + count))))
+            found.append(part.batch(done, count))
             done += count
         report(done, rows)
         yield found

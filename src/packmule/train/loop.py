@@ -11,15 +11,10 @@ from typing import Any
 from packmule.checkpoint.head import HEAD_NAME, Head, Progress
 from packmule.checkpoint.reader import StateReader
 from packmule.checkpoint.snapshots import restore, snapshots
-from packmule.data.batches import Batches
-from packmule.data.prepared import open_data
-from packmule.data.tokenizer import TextTokenizer
 from packmule.engine.engine import Engine, Needs
 from packmule.engine.executor import Stopped
 from packmule.errors import DamagedFile, DiskError, OutOfMemory, TimeIsUp
 from packmule.graph.model import PlannedModel
-from packmule.models.weights.export import ExportDtype, export_bytes, write_huggingface
-from packmule.models.weights.source import WeightSource
 from packmule.optim.adamw import Update
 from packmule.optim.schedules import rates
 from packmule.spec.growth import rows_at, rows_before
@@ -27,13 +22,14 @@ from packmule.spec.resume import job_hash
 from packmule.tiers.disk import PosixDisk, aligned_buffer
 from packmule.train.folder import Log, RunFolder
 from packmule.train.journal import Journal, JournaledStore
-from packmule.train.look import Looks, Reading, token_bytes_of
+from packmule.train.look import Looks
 from packmule.train.measured import Measured
 from packmule.train.memory import is_out_of_memory, memory_now, out_of_memory, unlimit_data
 from packmule.train.messages import Request, Sender
 from packmule.train.setup import costs_of, make_kernels, make_store
 from packmule.train.stopping import stops
-from packmule.train.transfer import RunSource, exporter, import_weights
+from packmule.train.text_subject import open_subject
+from packmule.train.transfer import exporter, import_weights
 
 PROGRESS_SECONDS = 0.2
 """Least time between two progress events of one phase."""
@@ -56,15 +52,10 @@ class Loop:
         self.signals = signals
         self.job = folder.job()
         self.plan = folder.read_plan()
-        self.shape = folder.shape()
         self.disk = PosixDisk()
         self.kernels = make_kernels(self.plan)
+        self.subject = open_subject(request, folder, self.plan)
         self.store = self._make_store()
-        data = open_data(folder.data)
-        self.rows = Batches(data.store, data.train, self.plan.numerics.seed)
-        tokenizer = TextTokenizer.from_folder(folder.model) if request.sample_ids else None
-        known = token_bytes_of(folder) if data.validation else None
-        self.reading = Reading(data.validation, tokenizer, known)
         self.tokens = 0
         self.step = 0
         self.measured = Measured()
@@ -75,7 +66,7 @@ class Loop:
         self._sent = 0.0
 
     def _make_store(self) -> JournaledStore:
-        store = make_store(self.disk, self.folder, self.shape, self.plan, self.kernels)
+        store = make_store(self.disk, self.folder, self.subject.shape, self.plan, self.kernels)
         return JournaledStore(store, self._before_commit)
 
     @property
@@ -110,13 +101,14 @@ class Loop:
             self._import()
         costs = costs_of(self.folder.read_hardware(), self.plan)
         self.engine = Engine(
-            PlannedModel(self.shape, self.plan),
+            PlannedModel(self.subject.shape, self.plan),
             self.kernels,
             self.store,
             self.disk,
             self.folder.state,
             costs,
             needs,
+            modules=self.subject.modules,
         )
 
     def _head(self) -> Head | None:
@@ -160,13 +152,8 @@ class Loop:
         self.sender.send("phase", name="load")
         report = self._report("load")
         self.store.create_files()
-        if self.request.weights:
-            reader = StateReader.open(self.disk, Path(self.request.weights), self.kernels.crc32c)
-            opened: RunSource | WeightSource = RunSource(reader)
-        else:
-            opened = WeightSource.open(self.folder.model)
-        with opened as source:
-            import_weights(self.store, self.shape, source, self._progress(0), report)
+        with self.subject.source(self.disk, self.kernels) as source:
+            import_weights(self.store, self.subject.shape, source, self._progress(0), report)
 
     def _report(self, phase: str) -> Callable[[int, int], None]:
         """Tell the parent how far a phase is, now and then; stop if a signal came."""
@@ -190,7 +177,7 @@ class Loop:
             data_tokens=self.request.data_tokens,
             numerics=self.plan.numerics,
             job_hash=job_hash(self.job),
-            model=self.folder.model_config(),
+            model=self.subject.record,
         )
 
     def _cursor(self, step: int) -> int:
@@ -239,7 +226,14 @@ class Loop:
         if self.request.changed:
             log.write({"step": self.step, "changed": list(self.request.changed)})
         self._looks = Looks(
-            self.request, self.job, self.reading, self.engine, log, self.sender, self.signals, self._report
+            self.request,
+            self.job,
+            self.subject.reading,
+            self.engine,
+            log,
+            self.sender,
+            self.signals,
+            self._report,
         )
 
     def _record(self) -> None:
@@ -292,12 +286,8 @@ class Loop:
         numerics, step, began = self.plan.numerics, self.step, time.monotonic()
         self.sender.send("phase", name="step")
         rows = rows_at(numerics.growth, numerics.rows, step)
-        ids = self.rows.row_ids_at(self._cursor(step) - self.request.data_cursor, rows)
-        batches, start = [], 0
-        for count in numerics.cut(rows):
-            batches.append(self.rows.micro_batch(ids[start : start + count]))
-            start += count
-        targets = self.rows.targets(ids)
+        cursor = self._cursor(step) - self.request.data_cursor
+        ids, batches, targets = self.subject.step(cursor, numerics.cut(rows))
         rate = rates(numerics, step).learning_rate
         self.tokens += targets
         commit = (step + 1) % self.plan.checkpoint.commit_steps == 0 or step + 1 == total
@@ -376,17 +366,9 @@ class Loop:
 
     def _export(self) -> None:
         self.sender.send("phase", name="export")
-        dtype: ExportDtype = "float32" if self.plan.numerics.precision != "bf16-mixed" else "bfloat16"
-        self._check_room(self.folder.final, export_bytes(self.shape, dtype))
+        self._check_room(self.folder.final, self.subject.export_bytes)
         with self.store.reader() as reader:
-            write_huggingface(
-                self.folder.final,
-                self.shape,
-                self.folder.model_config(),
-                exporter(reader, self.signals.check),
-                dtype,
-                self.folder.model,
-            )
+            self.subject.export(self.folder.final, exporter(reader, self.signals.check))
         self.sender.send("export", path=str(self.folder.final), **memory_now())
 
     def _check_room(self, path: Path, needed: int) -> None:

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import json
+import sys
+from collections.abc import Callable
 from typing import Any, Literal, TextIO
 
+from packmule.errors import PackmuleError
+from packmule.spec.plan import Precision
 from packmule.spec.records import Record
 
 
@@ -29,6 +33,8 @@ class Request(Record):
         data_key, data_cursor, data_tokens: as in a commit.
         seconds: after which no further step is begun; null: no limit.
         changed: what differs from the run so far, as sentences for the log.
+        import_path: where a user's own modules are looked for besides the usual places.
+        val_size: share or number of samples of a user's own data set that are held out.
     """
 
     work: Literal["train", "evaluate", "generate"]
@@ -52,6 +58,30 @@ class Request(Record):
     data_tokens: int = 0
     seconds: float | None = None
     changed: tuple[str, ...] = ()
+    import_path: tuple[str, ...] = ()
+    val_size: float = 0.0
+
+
+class GaugeRequest(Record):
+    """What packmule.train.gauge is to build and measure.
+
+    Attributes:
+        model, dataset: `module:function` of each.
+        rows: sizes of micro-batches.
+        ram_bytes: what that process may hold; larger micro-batches are left out.
+        import_path: where the caller imports from.
+    """
+
+    model: str
+    arguments: dict[str, Any]
+    dataset: str
+    dataset_arguments: dict[str, Any]
+    precision: Precision
+    rows: tuple[int, ...]
+    seed: int
+    threads: int
+    ram_bytes: int
+    import_path: tuple[str, ...]
 
 
 class Sender:
@@ -65,6 +95,26 @@ class Sender:
         with contextlib.suppress(BrokenPipeError):
             self._stream.write(json.dumps({"event": event, **fields}) + "\n")
             self._stream.flush()
+
+    def fail(self, error: PackmuleError) -> None:
+        """Say how it failed."""
+        fields = {"kind": type(error).__name__, "cause": error.cause, "hint": error.hint}
+        self.send("error", **fields, exit_code=error.exit_code)
+
+
+def serve(work: Callable[[str, Sender], None]) -> int:
+    """Do `work(request line, sender)`, which may raise a PackmuleError; then send "end".
+
+    Whatever else is printed meanwhile, as by a user's modules, goes to standard error.
+    """
+    sender = Sender(sys.stdout)
+    with contextlib.redirect_stdout(sys.stderr):
+        try:
+            work(sys.stdin.readline(), sender)
+        except PackmuleError as error:
+            sender.fail(error)
+    sender.send("end")
+    return 0
 
 
 def parse_event(line: str) -> dict[str, Any] | None:

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 from packmule.checkpoint.reader import StateReader
-from packmule.data.prepared import open_data
 from packmule.data.tokenizer import TextTokenizer
 from packmule.engine.engine import Engine, Needs
 from packmule.engine.executor import Stopped
@@ -15,21 +13,25 @@ from packmule.graph.model import PlannedModel
 from packmule.spec.plan import Plan
 from packmule.tiers.disk import PosixDisk
 from packmule.train.folder import RunFolder
-from packmule.train.look import evaluation_batches, token_bytes_of
+from packmule.train.look import evaluation_batches
 from packmule.train.memory import limit_data, untouched_bytes
 from packmule.train.messages import Request, Sender
 from packmule.train.setup import costs_of, make_kernels
+from packmule.train.subject import Subject
+from packmule.train.text_subject import open_subject
 
 
-def _engine(request: Request, folder: RunFolder, signals: Any) -> Engine:
+def _engine(
+    request: Request, folder: RunFolder, plan: Plan, signals: Any, subject: Subject | None = None
+) -> Engine:
     """An engine over the commit in `folder.state`, loaded."""
-    plan = Plan.parse(request.plan, "the request")
     kernels, disk = make_kernels(plan), PosixDisk()
     reader = StateReader.open(disk, folder.state, kernels.crc32c)
     needs = Needs(request.mean_length, request.evaluation_rows, request.positions, training=False)
     costs = costs_of(folder.read_hardware(), plan)
     model = PlannedModel(folder.shape(), plan)
-    engine = Engine(model, kernels, reader, disk, folder.state, costs, needs)
+    modules = None if subject is None else subject.modules
+    engine = Engine(model, kernels, reader, disk, folder.state, costs, needs, modules=modules)
     engine.arena.touch()
     limit_data(request.ram_bytes, untouched_bytes(plan.numerics.threads))
     engine.load(signals)
@@ -38,9 +40,10 @@ def _engine(request: Request, folder: RunFolder, signals: Any) -> Engine:
 
 def evaluate(request: Request, folder: RunFolder, sender: Sender, signals: Any) -> None:
     """Sums over `evaluation_rows` rows of each set; sends one "evaluation" event per set."""
-    sets = open_data(Path(request.data)).validation
-    engine = _engine(request, folder, signals)
-    known = token_bytes_of(folder)
+    plan = Plan.parse(request.plan, "the request")
+    subject = open_subject(request, folder, plan)
+    sets, known = subject.reading.sets, subject.reading.token_bytes
+    engine = _engine(request, folder, plan, signals, subject)
 
     def report(done: int, total: int) -> None:
         sender.send("progress", phase="evaluation", done=done, total=total)
@@ -60,7 +63,7 @@ def evaluate(request: Request, folder: RunFolder, sender: Sender, signals: Any) 
 def generate(request: Request, folder: RunFolder, sender: Sender, signals: Any) -> None:
     """Continue the prompt; sends one "text" event."""
     tokenizer = TextTokenizer.from_folder(folder.model)
-    engine = _engine(request, folder, signals)
+    engine = _engine(request, folder, Plan.parse(request.plan, "the request"), signals)
     ids: list[int] = []
     try:
         for token in engine.generate(

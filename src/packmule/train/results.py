@@ -14,21 +14,30 @@ class Evaluation(Record):
         step: the commit that was judged.
         rows: how many were judged on.
         loss: mean over the targets, in nats.
-        perplexity: its exponential.
-        targets: tokens that carried loss.
-        accuracy: share of them whose logit was the highest; None where the head gives losses only.
+        perplexity: its exponential; None where samples are no text.
+        targets: tokens that carried loss, or losses of samples.
+        accuracy: share of them whose logit was the highest; None where it is not known.
         bits_per_byte: loss per UTF-8 byte of text, in bits; None where the tokenizer does not say.
+        metrics: what else the head of one's own modules reports, by name.
     """
 
     step: int
     rows: int
     loss: float
-    perplexity: float
+    perplexity: float | None = None
     targets: int
     accuracy: float | None = None
     bits_per_byte: float | None = None
+    metrics: dict[str, float] = Field(default={})
 
     def __str__(self) -> str:
+        if self.perplexity is None:
+            more = {} if self.accuracy is None else {"accuracy": self.accuracy}
+            told = "".join(f", {name} {value:.4f}" for name, value in {**more, **self.metrics}.items())
+            return (
+                f"held-out loss {self.loss:.4f}{told}, on {self.targets:,} targets in {self.rows:,} samples, "
+                f"after step {self.step}"
+            )
         return (
             f"held-out loss {self.loss:.4f}, perplexity {self.perplexity:.3f}, on {self.targets:,} tokens "
             f"in {self.rows:,} rows, after step {self.step}"

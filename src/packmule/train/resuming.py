@@ -138,7 +138,11 @@ def computed_changes(found: Found, job: Job, fresh: Numerics) -> list[Change]:
 def data_of(found: Found, folder: RunFolder) -> DataStart:
     """The prepared data, and where in the run it begins: now, where its content is new."""
     path = folder.data / INDEX
-    key = DataIndex.parse_json(read_text(path), str(path)).train
+    return data_start(found, DataIndex.parse_json(read_text(path), str(path)).train)
+
+
+def data_start(found: Found, key: str) -> DataStart:
+    """The same of data that a key names."""
     head = found.head
     if head is None:
         return DataStart(key)

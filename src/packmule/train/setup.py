@@ -13,7 +13,7 @@ from packmule.graph.model import PLANES
 from packmule.kernels import load
 from packmule.kernels.contract import Kernels
 from packmule.shapes.bodies import DTYPES, dtypes
-from packmule.shapes.model import ModelShape
+from packmule.shapes.module import Shape
 from packmule.spec.hardware import Hardware
 from packmule.spec.plan import Plan
 from packmule.tiers.disk import Disk
@@ -27,7 +27,7 @@ def make_kernels(plan: Plan) -> Kernels:
     return load(plan.numerics.threads, isa, share=True)
 
 
-def make_store(disk: Disk, folder: RunFolder, shape: ModelShape, plan: Plan, kernels: Kernels) -> StateStore:
+def make_store(disk: Disk, folder: RunFolder, shape: Shape, plan: Plan, kernels: Kernels) -> StateStore:
     """The run's store, neither created nor loaded."""
     dtype: Any = DTYPES[plan.numerics.precision].master
     layout = StateLayout.of(shape.blocks(), PLANES, dtype, plan.io.chunk_bytes)

@@ -16,8 +16,9 @@ from packmule.plan.table import Table
 from packmule.probe import explain as explain_hardware
 from packmule.spec.units import format_bytes, format_seconds
 from packmule.train.data import data_tables
-from packmule.train.folder import HELD_OUT, perplexities
+from packmule.train.folder import HELD_OUT, module_metrics, perplexities
 from packmule.train.memory import process_memory
+from packmule.train.modules import module_tables
 from packmule.train.tables import print_tables, wrapped
 
 if TYPE_CHECKING:
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     from packmule.data.report import PrepareReport
     from packmule.plan.search import Found
     from packmule.plan.situation import Situation
+    from packmule.shapes.module import ModuleShape
     from packmule.spec.hardware import Hardware
 
 LINE_SECONDS = 5.0
@@ -38,6 +40,12 @@ SMOOTH = 0.2
 
 HIDDEN = ("report", "progress", "end")
 """Events of children that `--json` does not pass on."""
+
+NOT_METRICS = frozenset({"event", "step", "set", "loss", "seconds", "resident_bytes", "peak_bytes"})
+"""What an evaluation's event holds besides metrics, and the loss, which comes first."""
+
+SAMPLES = "samples"
+"""What a run of modules of one's own counts, in place of tokens."""
 
 LABELS = {
     "step_seconds": "step",
@@ -76,6 +84,7 @@ class Show:
         self._step_seconds = 0.0
         self._last_line = 0.0
         self._first = True
+        self._unit = "tokens"
 
     def __enter__(self) -> Self:
         if self._live:
@@ -121,6 +130,14 @@ class Show:
             return
         self._tables(data_tables(report))
 
+    def samples(self, shape: ModuleShape, report: PrepareReport) -> None:
+        """Modules of the user's own, and their data set."""
+        self._unit = SAMPLES
+        if self._json:
+            self._emit({"event": "data", "report": report.model_dump(mode="json")})
+            return
+        self._tables(module_tables(shape, report))
+
     def plan(self, situation: Situation, found: Found, step: int, total: int, prompt: str) -> None:
         """What will be done.
 
@@ -141,8 +158,11 @@ class Show:
         """Something a user should know."""
         self.event({"event": "note", "text": text})
 
-    def complete(self, step: int, total: int, final: Path, log: Iterable[Mapping[str, Any]]) -> None:
+    def complete(
+        self, step: int, total: int, final: Path, log: Iterable[Mapping[str, Any]], unit: str = "tokens"
+    ) -> None:
         """Nothing is left to do."""
+        self._unit = unit
         if self._json:
             self._emit({"event": "complete", "step": step, "path": str(final)})
             return
@@ -184,7 +204,7 @@ class Show:
         self._step_seconds = (1 - SMOOTH) * before + SMOOTH * seconds
         left = format_seconds((self._total - step) * self._step_seconds)
         where = f"step {step}/{self._total}"
-        speed = f"{event['tokens'] / self._step_seconds:,.0f} tokens/s"
+        speed = f"{event['tokens'] / self._step_seconds:,.0f} {self._unit}/s"
         numbers = f"loss {event['loss']:.4f}  {speed}  {self._memory(event)}"
         if self._bar is not None:
             self._bar.show(done=step, total=self._total, beside=f"{where}  ETA {left} ", below=numbers)
@@ -195,14 +215,9 @@ class Show:
             self._print(f"{where}  {numbers}" + (f"  ETA {left}" if step < self._total else ""))
 
     def _on_evaluation(self, event: Mapping[str, Any]) -> None:
-        figures = [
-            f"{'held-out' if event['set'] == HELD_OUT else event['set']} loss {event['loss']:.4f}",
-            f"perplexity {event['perplexity']:.3f}",
-        ]
-        if "accuracy" in event:
-            figures.append(f"accuracy {event['accuracy']:.1%}")
-        if "bits_per_byte" in event:
-            figures.append(f"{event['bits_per_byte']:.4f} bits per byte")
+        name = "held-out" if event["set"] == HELD_OUT else event["set"]
+        figures = [f"{name} loss {event['loss']:.4f}"]
+        figures += [told_metric(key, value) for key, value in event.items() if key not in NOT_METRICS]
         took = format_seconds(event["seconds"])
         self._print(f"step {event['step']}: {', '.join(figures)} ({took})")
 
@@ -256,13 +271,20 @@ class Show:
 
     def _results(self, final: Path, log: Iterable[Mapping[str, Any]]) -> None:
         """Perplexity before and after, and where the model is."""
+        text = self._unit == "tokens"
+        if text:
+            metrics = {
+                f"{'held-out' if name == HELD_OUT else name} perplexity": found
+                for name, found in perplexities(log).items()
+            }
+        else:
+            metrics = {f"held-out {name}": found for name, found in module_metrics(log).items()}
         rows = []
-        for name, found in perplexities(log).items():
+        for name, found in metrics.items():
             if len(found) > 1:
                 (first, before), (last, after) = found[0], found[-1]
-                told = f"{before:.3f} at step {first}, {after:.3f} at step {last}"
-                rows.append((f"{'held-out' if name == HELD_OUT else name} perplexity", told))
-        rows.append(("model", f"{final} (Hugging Face format)"))
+                rows.append((name, f"{before:.3f} at step {first}, {after:.3f} at step {last}"))
+        rows.append(("model", f"{final} ({'Hugging Face format' if text else 'state dict'})"))
         self._tables([Table("result", tuple(rows))], always=True)
 
     # Output
@@ -283,6 +305,15 @@ class Show:
     def _emit(event: Mapping[str, Any]) -> None:
         sys.stdout.write(json.dumps(dict(event)) + "\n")
         sys.stdout.flush()
+
+
+def told_metric(name: str, value: float) -> str:
+    """A metric of an evaluation in words."""
+    if name == "accuracy":
+        return f"accuracy {value:.1%}"
+    if name == "bits_per_byte":
+        return f"{value:.4f} bits per byte"
+    return f"{name} {value:.3f}" if name == "perplexity" else f"{name} {value:.4f}"
 
 
 def _is_notebook(console: Console) -> bool:

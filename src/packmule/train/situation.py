@@ -21,11 +21,12 @@ from packmule.plan.situation import Situation, Smaller
 from packmule.probe import load as load_hardware
 from packmule.shapes.bodies import dtypes
 from packmule.shapes.model import ModelShape
+from packmule.shapes.module import ModuleShape, Shape
 from packmule.spec.environment import Environment
 from packmule.spec.growth import steps_for
 from packmule.spec.hardware import Hardware
 from packmule.spec.job import Job
-from packmule.spec.plan import CheckpointPlan, Numerics, OptimizerNumerics, ScheduleNumerics
+from packmule.spec.plan import CheckpointPlan, Numerics, OptimizerNumerics, Precision, ScheduleNumerics
 from packmule.spec.units import format_bytes
 from packmule.train.folder import HELD_OUT, RunFolder
 from packmule.train.memory import process_memory
@@ -79,15 +80,16 @@ def total_steps(job: Job, report: PrepareReport | None, cursor: int = 0, tokens:
 def make_numerics(job: Job, hardware: Hardware, steps: int) -> Numerics:
     """What a fresh run computes, with one micro-batch; the search cuts it."""
     optim, train = job.optim, job.train
-    threads = hardware.threads if job.hardware.threads == "auto" else int(job.hardware.threads)
-    precision = train.resolved_precision(hardware.cpu_features)
+    threads = threads_of(job, hardware)
+    precision = precision_of(job, hardware)
+    modules = job.model.factory is not None
     return Numerics(
         precision=precision,
-        products=hardware.wider_product(precision),
+        products=None if modules else hardware.wider_product(precision),
         micro_rows=(train.global_batch_size,),
         growth=job.growth,
-        max_seq_length=train.max_seq_length,
-        loss_chunk=512,
+        max_seq_length=1 if modules else train.max_seq_length,
+        loss_chunk=1 if modules else 512,
         clip=optim.max_grad_norm,
         optimizer=OptimizerNumerics(
             beta1=optim.adam_beta1,
@@ -116,9 +118,22 @@ def make_numerics(job: Job, hardware: Hardware, steps: int) -> Numerics:
     )
 
 
+def threads_of(job: Job, hardware: Hardware) -> int:
+    """CPU threads of a run."""
+    return hardware.threads if job.hardware.threads == "auto" else int(job.hardware.threads)
+
+
+def precision_of(job: Job, hardware: Hardware) -> Precision:
+    """The precision of a run. Modules of a user's own compute in fp32 unless he says that they can do
+    otherwise."""
+    if job.model.factory is not None and job.train.precision == "auto":
+        return "fp32"
+    return job.train.resolved_precision(hardware.cpu_features)
+
+
 def make_situation(
     job: Job,
-    shape: ModelShape,
+    shape: Shape,
     hardware: Hardware,
     budget: int,
     report: PrepareReport | None,
@@ -139,13 +154,19 @@ def make_situation(
         DataError: nothing to train on.
     """
     length = numerics.max_seq_length
-    check_length(length, shape)
+    if isinstance(shape, ModelShape):
+        check_length(length, shape)
     if report is not None and report.train.targets == 0:
         raise DataError(
             "The data has no token to predict: every document is a single token.", "use longer texts"
         )
     mean = length * UNKNOWN_MEAN_LENGTH_SHARE if report is None else report.train.mean_length_by_token
     train, checkpoint = job.train, job.checkpoint
+    recompute = None if train.recompute == "auto" else bool(train.recompute)
+    if isinstance(shape, ModuleShape):
+        recompute = True
+        resident = max(hardware.child_baseline_bytes, shape.resident_bytes)
+        hardware = hardware.model_copy(update={"child_baseline_bytes": resident})
     if report is None:
         names = len(job.data.val_path) if job.data.val_path else int(bool(job.data.val_size))
         evaluations = (train.eval_rows or UNKNOWN_EVALUATION_ROWS,) * names
@@ -161,7 +182,7 @@ def make_situation(
         numerics=numerics,
         fixed=fixed,
         micro_rows=None if train.micro_batch_size == "auto" else int(train.micro_batch_size),
-        recompute=None if train.recompute == "auto" else bool(train.recompute),
+        recompute=recompute,
         update=None if train.update == "auto" else train.update,
         wishes=job.hardware,
         checkpoint=CheckpointPlan(
@@ -182,17 +203,17 @@ def smaller_vocabulary(job: Job, folder: RunFolder) -> Smaller | None:
     """The model with its vocabulary cut down to the run's prepared data, if that can be done and helps."""
     if job.model.init == "random":
         return None  # there are no weights to cut
-    vocab = shape_of(Path(job.model.path).expanduser()).vocab
+    vocab = shape_of(Path(job.model.source).expanduser()).vocab
     try:
         kept = len(ids_of_data(folder.data, folder.model, vocab))
     except DataError:
         return None  # no BPE
     if kept >= vocab:
         return None
-    name = f"{Path(job.model.path).stem}-pruned"
+    name = f"{Path(job.model.source).stem}-pruned"
     texts = (*job.data.paths, *(path for found in job.data.val_path for path in found.path))
     corpus = [word for text in texts for word in ("--corpus", text)]
-    words = ("packmule", "export", job.model.path, name, "--prune-vocab", *corpus, "--dtype", "float32")
+    words = ("packmule", "export", job.model.source, name, "--prune-vocab", *corpus, "--dtype", "float32")
     return Smaller(kept, f"--model {shlex.quote(name)}", shlex.join(words))
 
 
@@ -304,7 +325,9 @@ def refuse_unoffered(job: Job) -> None:
         ConfigError: names the key.
     """
     if job.train.early_stop_patience is not None or job.checkpoint.save_best:
-        check_metric(job.train.best_metric, evaluation_names(job))
+        names = evaluation_names(job)
+        if job.model.factory is None or not names:
+            check_metric(job.train.best_metric, names)
     if job.train.update == "on-backward" and job.optim.max_grad_norm:
         raise ConfigError(
             "`train.update` = 'on-backward' updates a block before the global gradient norm is known, "
@@ -326,7 +349,9 @@ def check_inputs(job: Job) -> None:
     Raises:
         ConfigError, DataError: names the path.
     """
-    check_length(job.train.max_seq_length, shape_of(Path(job.model.path).expanduser()))
+    if job.model.factory is not None:
+        return  # they are looked at where they are built
+    check_length(job.train.max_seq_length, shape_of(Path(job.model.source).expanduser()))
     find_files(job.data.paths)
     for held_out in job.data.val_path:
         find_files(held_out.path)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from types import TracebackType
-from typing import Protocol, Self
+from typing import Any, Protocol, Self
 
 import numpy as np
 
@@ -14,7 +14,8 @@ from packmule.checkpoint.store import StateStore
 from packmule.errors import DataError
 from packmule.models.weights.rows import Tensors
 from packmule.shapes.layout import ITEMSIZE
-from packmule.shapes.model import Block, ModelShape, Parameter
+from packmule.shapes.model import Block, Parameter
+from packmule.shapes.module import Shape
 from packmule.tiers.disk import aligned_buffer
 
 Report = Callable[[int, int], None]
@@ -25,8 +26,8 @@ _NUMPY = {"float32": np.float32, "float64": np.float64}
 class Source(Protocol):
     """Where weights come from: packmule.models.weights.source.WeightSource, or a RunSource."""
 
-    def check(self, shape: ModelShape) -> None:
-        """Whether every parameter is there; raises DataError."""
+    def check(self, shape: Any) -> None:
+        """Whether every parameter is there, of a shape that the source is for; raises DataError."""
 
     def chunks(
         self, block: Block, parameter: Parameter, chunk_bytes: int
@@ -45,7 +46,7 @@ class RunSource:
         self._reader = reader
         self._tensors = exporter(reader)
 
-    def check(self, shape: ModelShape) -> None:
+    def check(self, shape: Shape) -> None:
         """Whether the commit is of this architecture.
 
         Raises:
@@ -81,7 +82,7 @@ class RunSource:
 
 
 def import_weights(
-    store: StateStore, shape: ModelShape, source: Source, progress: Progress, report: Report
+    store: StateStore, shape: Shape, source: Source, progress: Progress, report: Report
 ) -> None:
     """Fill every block's slot 0: masters from the source, moments zero; commit step 0.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -136,6 +137,22 @@ def test_a_name_that_means_nothing_is_refused(name: str, said: str) -> None:
     assert said in str(caught.value)
 
 
+def test_a_file_is_imported_as_a_script_is_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    (tmp_path / "beside_user_code.py").write_text("WIDTH = 3\n")
+    (tmp_path / "lone_user_code.py").write_text(
+        "from beside_user_code import WIDTH\nclass Kept:\n    width = staticmethod(lambda: WIDTH)\n"
+    )
+    path = f"{tmp_path}/lone_user_code.py"
+    assert load(f"{path}:Kept.width", "the model")() == 3
+    assert load(f"{path}:Kept", "the model") is load(f"{path}:Kept", "the model")
+    (tmp_path / "json.py").write_text("def dumps():\n    return 'mine'\n")
+    assert load(f"{tmp_path}/json.py:dumps", "the model")() == "mine"
+    assert sys.modules["json"].__file__ != f"{tmp_path}/json.py"
+    with pytest.raises(ConfigError, match=r"there is no such file"):
+        load(f"{tmp_path}/none.py:f", "the model")
+
+
 def test_an_error_in_the_users_file_names_its_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "broken_user_code.py").write_text(
         "import torch\n\ndef made():\n    raise KeyError('width')\n"
@@ -165,6 +182,11 @@ def weights_of(made: ModuleBodies, block: int) -> dict[str, Tensor]:
         (lambda x, batch: 1.0, "`head` gave float"),
         (lambda x, batch: x.argmax(1), "one loss per target"),
         (lambda x, batch: x[:, 0][1:], "`head` gave 2 losses for 3 targets"),
+        (lambda x, batch: (x[:, 0], 3), "`head` gave a int beside its losses"),
+        (lambda x, batch: (x[:, 0], {"f1": x[:2, 0]}), "`head` gave 2 values as 'f1' for 3 targets"),
+        (lambda x, batch: (x[:, 0], {"f1": 0.5}), "`head` gave a float as 'f1' for 3 targets"),
+        (lambda x, batch: (x[:, 0], {"loss": x[:, 0]}), "reports 'loss', which cannot name a metric"),
+        (lambda x, batch: (x[:, 0], {"top 5": x[:, 0]}), "reports 'top 5', which cannot name a metric"),
     ],
 )
 def test_a_head_gives_one_loss_per_target(
@@ -211,14 +233,37 @@ def test_every_sample_comes_once_an_epoch_wherever_one_begins(seed: int) -> None
     chosen, held_out = split(50, 7, seed)
     assert sorted([*chosen, *held_out]) == list(range(50)) and len(held_out) == 7
     samples = Samples([(float(i), i) for i in range(50)], chosen, seed)
-    steps = [samples.row_ids(step, 4) for step in range(43)]
+    steps = [samples.numbers_at(4 * step, 4) for step in range(43)]
     rows = [row for ids in steps for row in ids]
     for epoch in range(4):
-        assert sorted(rows[43 * epoch : 43 * (epoch + 1)]) == list(range(43))
+        assert sorted(rows[43 * epoch : 43 * (epoch + 1)]) == chosen.tolist()
     assert rows[:43] != rows[43:86]
     batch = samples.micro_batch(steps[17])
-    assert batch.data[1].tolist() == [int(chosen[row]) for row in steps[17]]
-    assert (batch.rows, batch.targets, samples.targets(steps[17])) == (4, 4, 4)
+    assert batch.data[1].tolist() == list(steps[17])
+    assert (batch.rows, batch.targets) == (4, 4)
+    assert samples.numbers(40, 9) == tuple(chosen[40:].tolist())
+
+
+def test_random_augmentation_follows_the_place_in_the_run(seed: int) -> None:
+    class Noisy:
+        def __len__(self) -> int:
+            return 9
+
+        def __getitem__(self, index: int) -> tuple[float, float, float]:
+            return random.random(), np.random.random(), float(torch.rand(()))
+
+    samples = Samples(Noisy(), np.arange(9), seed)
+
+    def drawn(numbers: tuple[int, ...], place: int | None) -> list[tuple[float, ...]]:
+        joined = samples.micro_batch(numbers, place).data
+        return list(zip(*(part.tolist() for part in joined), strict=True))
+
+    whole = drawn((5, 2, 7, 2), 12)
+    random.random(), np.random.random(), torch.rand(3)
+    assert [*drawn((5,), 12), *drawn((2, 7, 2), 13)] == whole
+    assert len({*whole, *drawn((5, 2, 7, 2), 16)}) == 8
+    assert drawn((3, 4), None) == [*drawn((3,), None), *drawn((4,), None)]
+    assert drawn((3,), None) != drawn((3,), 3)
 
 
 def test_targets_and_collate_are_the_users_where_given() -> None:
@@ -229,7 +274,6 @@ def test_targets_and_collate_are_the_users_where_given() -> None:
     samples = Samples(Texts([[1, 2], [3], [4, 5, 6]]), np.arange(3), 0, targets=len)
     batch = samples.micro_batch((2, 0))
     assert (batch.data.tolist(), batch.rows, batch.targets) == ([[4, 5, 6, 1, 2]], 2, 5)
-    assert samples.targets((2, 0)) == 5
 
 
 @pytest.mark.parametrize(
@@ -238,7 +282,7 @@ def test_targets_and_collate_are_the_users_where_given() -> None:
 )
 def test_what_is_no_data_set_is_refused(user: Callable[[Any], str], dataset: Any, said: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        open_dataset(user(lambda: dataset), {})
+        open_dataset(user(lambda: dataset), {}, 0)
     assert said in str(caught.value)
 
 
@@ -251,4 +295,4 @@ def test_a_sample_that_fails_is_named() -> None:
             raise OSError("unreadable")
 
     with pytest.raises(ConfigError, match=r"sample 2 of the data set failed with OSError: unreadable"):
-        Samples(Bad(), np.array([2]), 0).micro_batch((0,))
+        Samples(Bad(), np.array([2]), 0).micro_batch((2,))

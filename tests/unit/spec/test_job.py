@@ -18,6 +18,9 @@ def job(**sections: dict[str, Any]) -> Job:
 BAD_FIELDS = (
     ("model", "path", "", "at least 1 character"),
     ("model", "init", "zeros", "'pretrained' or 'random'"),
+    ("model", "factory", "vit", "module:function"),
+    ("model", "factory", "vit.py:model()", "module:function"),
+    ("data", "factory", 3, "module:function"),
     ("data", "val_size", -0.1, "share"),
     ("data", "val_size", 2.5, "whole number"),
     ("data", "val_size", True, "share"),
@@ -177,6 +180,53 @@ def test_a_warmup_ratio_is_rounded_up_like_in_transformers() -> None:
     assert job(optim={"warmup_ratio": 0.03}).optim.warmup(101) == 4
     assert job(optim={"warmup_steps": 7}).optim.warmup(101) == 7
     assert job().optim.warmup(101) == 0
+
+
+OWN: dict[str, dict[str, Any]] = {
+    "model": {"factory": "examples/vit.py:model", "arguments": {"width": 8}},
+    "data": {"factory": "package.vit:Digits.all"},
+}
+
+
+def test_modules_of_ones_own_need_no_path() -> None:
+    found = Job.parse(OWN, "job.yaml")
+    found.require_data()
+    assert (found.model.path, found.data.path) == (None, ())
+    assert load_job(found.to_yaml(), "config.yaml") == found
+
+
+@pytest.mark.parametrize(
+    ("section", "key", "value", "said"),
+    [
+        ("data", "factory", None, "`data.factory` is missing"),
+        ("model", "factory", None, "`model.path` is null"),
+        ("data", "path", ["a.txt"], "samples come from `data.factory`"),
+        ("data", "val_path", ["a.txt"], "samples come from `data.factory`"),
+        ("model", "init", "random", "the factory draws or reads the weights"),
+        ("train", "max_seq_length", 64, "a row is one sample"),
+        ("train", "max_tokens", 64, "use max_steps or epochs"),
+        ("train", "sample_prompt", "a", "continue no text"),
+        ("train", "recompute", False, "nothing of a forward is kept"),
+    ],
+)
+def test_what_modules_of_ones_own_cannot_have_is_refused(
+    section: str, key: str, value: Any, said: str
+) -> None:
+    sections = {**OWN, section: {**OWN.get(section, {}), key: value}}
+    if (section, key) == ("model", "factory"):
+        sections["model"] = {"path": None}
+    with pytest.raises(ConfigError) as caught:
+        Job.parse(sections, "job.yaml")
+    assert said in str(caught.value)
+
+
+def test_arguments_need_their_function() -> None:
+    with pytest.raises(ConfigError, match=r"`model\.arguments` are given without"):
+        job(model={"path": "m", "arguments": {"width": 3}})
+    with pytest.raises(ConfigError, match=r"`data\.arguments` are given without"):
+        job(data={"arguments": {"count": 3}})
+    with pytest.raises(ConfigError, match=r"there is no `model\.factory`"):
+        job(data={"factory": "a:b"})
 
 
 def test_planning_needs_no_data_but_training_does() -> None:

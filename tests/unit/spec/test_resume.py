@@ -37,14 +37,23 @@ OTHER: dict[str, Any] = {
 }  # fmt: skip
 """Another value of every field that can be changed alone."""
 
+FACTORIES = {"model.factory": "a:model", "data.factory": "a:samples", "data.path": ()}
+
 TOGETHER: dict[str, dict[str, Any]] = {
     "train.early_stop_patience": {"train.early_stop_patience": 2, "train.eval_steps": 1},
     "optim.decay_steps": {"optim.lr_scheduler": "wsd", "optim.decay_steps": 3},
     "optim.decay_ratio": {"optim.lr_scheduler": "wsd", "optim.decay_ratio": 0.2},
     "optim.batch_warmup_steps": {"optim.batch_warmup_steps": 5, "optim.batch_warmup_rows": 2},
     "optim.batch_warmup_rows": {"optim.batch_warmup_steps": 5, "optim.batch_warmup_rows": 2},
+    "model.factory": FACTORIES,
+    "model.arguments": {**FACTORIES, "model.arguments": {"width": 3}},
+    "data.factory": {**FACTORIES, "data.factory": "a:others"},
+    "data.arguments": {**FACTORIES, "data.arguments": {"count": 3}},
 }
 """Fields that need others."""
+
+BEFORE = {key: FACTORIES for key in ("data.factory", "data.arguments")}
+"""What a run had that such a change is made to, where not only a model and a text."""
 
 ONLY_VALUE = {"optim.optim"}
 """Fields with one possible value so far."""
@@ -77,7 +86,7 @@ def test_every_row_is_reached_by_a_change_below() -> None:
 
 @pytest.mark.parametrize("key", CHANGEABLE)
 def test_a_change_has_the_effect_of_its_row(key: str) -> None:
-    before, after = job({}), job(TOGETHER.get(key, {key: OTHER.get(key)}))
+    before, after = job(BEFORE.get(key, {})), job(TOGETHER.get(key, {key: OTHER.get(key)}))
     effect = row_of(key).effect
     found = {change.key: change for change in changes(before, after, (effect,))}
     assert key in found

@@ -28,8 +28,12 @@ from packmule.models.modules.build import Part, UserModel, call
 from packmule.models.modules.samples import Draw, SampleBatch
 from packmule.models.views import TORCH_DTYPES
 from packmule.shapes.bodies import Dtypes
+from packmule.spec.tally import Tally
 
 Tensors = Mapping[str, Tensor]
+
+RESERVED = frozenset({"loss", "targets"})
+"""What an evaluation reports by itself."""
 
 
 @dataclass(frozen=True)
@@ -105,7 +109,7 @@ class ModuleBodies:
             leaves, missing = _leaves(weights, grads, first)
             out = self._run(block, leaves, leaf, batch, draw)
             if out.requires_grad:
-                torch.autograd.backward(out, dy.view(out.shape))
+                _Given.apply(out, dy.view(out.shape)).backward()
         _zero(missing, grads, first)
         return None if leaf is None else leaf.grad
 
@@ -127,17 +131,42 @@ class ModuleBodies:
         with torch.enable_grad():
             leaf = _leaf(x)
             leaves, missing = _leaves(weights, grads, first)
-            losses = self._losses(self._run(len(self.model.parts) - 1, leaves, leaf, batch, draw), batch)
+            out = self._run(len(self.model.parts) - 1, leaves, leaf, batch, draw)
+            losses, _ = self._judged(out, batch)
             total = float(losses.detach().sum(dtype=torch.float64))
             if losses.requires_grad:
-                torch.autograd.backward(losses, torch.full_like(losses, scale))
+                _Given.apply(losses, torch.full_like(losses, scale)).backward()
         _zero(missing, grads, first)
         return total, losses.numel(), leaf.grad
 
-    def evaluate(self, weights: Tensors, x: Tensor, batch: SampleBatch) -> tuple[float, int]:
-        """Sum of the head's losses, and their number, without gradients or dropout."""
-        losses = self._losses(self._run(len(self.model.parts) - 1, weights, x, batch, None), batch)
-        return float(losses.sum(dtype=torch.float64)), losses.numel()
+    def evaluate(self, weights: Tensors, x: Tensor, batch: SampleBatch) -> Tally:
+        """Sums of the head's losses and of what else it reports, without gradients or dropout."""
+        losses, more = self._judged(self._run(len(self.model.parts) - 1, weights, x, batch, None), batch)
+        sums = tuple((name, float(value.sum(dtype=torch.float64))) for name, value in sorted(more.items()))
+        return Tally(float(losses.sum(dtype=torch.float64)), losses.numel(), correct=None, sums=sums)
+
+    def _judged(self, out: Any, batch: SampleBatch) -> tuple[Tensor, Mapping[str, Tensor]]:
+        """A head's output: the losses, and other values per target by name."""
+        losses, more = out if isinstance(out, tuple) and len(out) == 2 else (out, {})
+        losses = self._losses(losses, batch)
+        if not isinstance(more, Mapping):
+            raise ConfigError(
+                f"`head` gave a {type(more).__name__} beside its losses.",
+                "give the losses, or (losses, {name: one value per target})",
+            )
+        for name, value in more.items():
+            numel = value.numel() if isinstance(value, Tensor) else 0
+            if not isinstance(name, str) or name in RESERVED or not name.isidentifier():
+                raise ConfigError(
+                    f"`head` reports {name!r}, which cannot name a metric.", "use a word such as `accuracy`"
+                )
+            if numel != losses.numel():
+                got = f"{numel} values" if isinstance(value, Tensor) else f"a {type(value).__name__}"
+                raise ConfigError(
+                    f"`head` gave {got} as {name!r} for {losses.numel()} targets.",
+                    "give one value per target; their mean is reported",
+                )
+        return losses, more
 
     def _losses(self, losses: Any, batch: SampleBatch) -> Tensor:
         if not isinstance(losses, Tensor) or not losses.is_floating_point() or losses.ndim == 0:
@@ -166,6 +195,20 @@ class ModuleBodies:
         step, micro = (-1, -1) if draw is None else draw
         words = struct.pack("<4q", self.seed, step, micro, block)
         return int.from_bytes(hashlib.blake2b(words, digest_size=8).digest(), "little", signed=True)
+
+
+class _Given(torch.autograd.Function):
+    """A scalar whose gradient with respect to a tensor is given: what `out.backward(gradient)` does, which
+    imports a symbolic algebra package first (M: 48 MB and 2 s in torch 2.13)."""
+
+    @staticmethod
+    def forward(ctx: Any, out: Tensor, gradient: Tensor) -> Tensor:
+        ctx.given = gradient
+        return out.new_zeros(())
+
+    @staticmethod
+    def backward(ctx: Any, *scale: Tensor) -> tuple[Tensor, None]:
+        return ctx.given, None
 
 
 def _inputs(part: Part, x: Tensor | None, batch: SampleBatch) -> tuple[Any, ...]:

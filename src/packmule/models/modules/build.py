@@ -4,7 +4,7 @@ The function gives an object with
 
     embed    makes the first hidden state of a batch: embed(batch) -> x
     blocks   a sequence: block(x) -> x, or block(x, batch) -> x
-    head     gives one loss per target: head(x, batch) -> tensor
+    head     gives one loss per target: head(x, batch) -> losses; or (losses, {name: a value per target})
     targets  optional: targets(sample) -> how many losses the head gives for a sample; else one
 
 Each of embed, blocks and head is a `torch.nn.Module` or, so that a large model is never whole in
@@ -15,12 +15,15 @@ batch's. Parameters become a run's blocks; what is left of a module is its skele
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import inspect
+import sys
 import traceback
 import weakref
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -42,6 +45,7 @@ class Part:
         name: "embed", "blocks.0", ..., "head".
         module: its parameters lie on the meta device, its buffers where they were.
         parameters: names within the block, shapes and roles.
+        aliases: other names that the block has a parameter under (tied within it).
         takes_batch: whether its forward is given the batch besides x.
     """
 
@@ -49,6 +53,7 @@ class Part:
     module: nn.Module
     parameters: tuple[Parameter, ...]
     takes_batch: bool
+    aliases: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -68,59 +73,100 @@ def build(
 ) -> UserModel:
     """Call the user's function; keep skeletons.
 
-    Args:
-        factory: "module:function".
-        arguments: of the function.
-        seed: of torch's generator, set before the call: the same parameters each time.
-        compute: dtype that floating buffers are cast to.
+    Args: as `Building`.
         visit: called with each block while it still has its parameters.
 
     Raises:
         ConfigError: the function, or what it gives, cannot be used; names the part and why.
     """
-    torch.manual_seed(seed)
-    made = call(f"`{factory}`", load(factory, "the model"), **arguments)
-    given = _parts(factory, made)
-    _refuse_shared([(name, part) for name, part in given if isinstance(part, nn.Module)])
-    owners: weakref.WeakValueDictionary[int, nn.Parameter] = weakref.WeakValueDictionary()
-    names: dict[int, str] = {}
-    parts = []
-    for index, (name, module) in enumerate(given):
-        if not isinstance(module, nn.Module):
-            module = call(f"`{name}`", module)
-            if not isinstance(module, nn.Module):
-                raise ConfigError(
-                    f"`{name}` made a {type(module).__name__}, not a torch.nn.Module.",
-                    "give modules, or functions without arguments that make one",
-                )
-            for local, parameter in module.named_parameters():
-                if owners.get(id(parameter)) is parameter:
-                    raise _shared(names[id(parameter)], f"{name}.{local}")
+    building = Building(factory, arguments, seed, compute)
+    for index, part in enumerate(building):
+        visit(index, part)
+    return building.model
 
-        def own(name: str = name, module: nn.Module = module) -> None:
+
+class Building:
+    """Calls the user's function at once, and makes the blocks one by one: iterating gives each while it
+    still has its parameters, which are gone when the next one is asked for. Once.
+
+    Args:
+        factory: "module:function", or "file.py:function".
+        arguments: of the function.
+        seed: of torch's generator, set before the call: the same parameters each time.
+        compute: dtype that floating buffers are cast to.
+
+    Raises:
+        ConfigError: as `build`; from iterating too.
+    """
+
+    def __init__(self, factory: str, arguments: Mapping[str, Any], seed: int, compute: str) -> None:
+        torch.manual_seed(seed)
+        made = call(f"`{factory}`", load(factory, "the model"), **arguments)
+        self._given = _parts(factory, made)
+        _refuse_shared([(name, part) for name, part in self._given if isinstance(part, nn.Module)])
+        self._targets: Callable[[Any], int] | None = getattr(made, "targets", None)
+        self._compute = TORCH_DTYPES[compute]
+        self._parts: list[Part] = []
+
+    def __len__(self) -> int:
+        return len(self._given)
+
+    @property
+    def targets(self) -> Callable[[Any], int] | None:
+        """How many losses a sample has, where the user says so."""
+        return self._targets
+
+    @property
+    def model(self) -> UserModel:
+        """All blocks, once they are made."""
+        if len(self._parts) < len(self._given):
+            raise RuntimeError("blocks are left to make")
+        return UserModel(tuple(self._parts), self._targets)
+
+    def __iter__(self) -> Iterator[Part]:
+        owners: weakref.WeakValueDictionary[int, nn.Parameter] = weakref.WeakValueDictionary()
+        names: dict[int, str] = {}
+
+        def own(name: str, module: nn.Module) -> None:
             for local, parameter in module.named_parameters():
                 owners[id(parameter)], names[id(parameter)] = parameter, f"{name}.{local}"
 
-        own()
-        part = _part(name, index, len(given), module)
-        visit(index, part)
-        _strip(module, TORCH_DTYPES[compute])
-        own()
-        parts.append(part)
-        given[index] = (name, module)
-    targets = getattr(made, "targets", None)
-    return UserModel(tuple(parts), targets)
+        for index, (name, module) in enumerate(self._given):
+            if not isinstance(module, nn.Module):
+                module = _made(name, module)
+                for local, parameter in module.named_parameters():
+                    if owners.get(id(parameter)) is parameter:
+                        raise _shared(names[id(parameter)], f"{name}.{local}")
+            own(name, module)
+            part = _part(name, index, len(self._given), module)
+            yield part
+            _strip(module, self._compute)
+            own(name, module)
+            self._parts.append(part)
+            self._given[index] = (name, module)
+
+
+def _made(name: str, make: Callable[[], Any]) -> nn.Module:
+    module = call(f"`{name}`", make)
+    if not isinstance(module, nn.Module):
+        raise ConfigError(
+            f"`{name}` made a {type(module).__name__}, not a torch.nn.Module.",
+            "give modules, or functions without arguments that make one",
+        )
+    return module
 
 
 def load(factory: str, what: str) -> Callable[..., Any]:
-    """The function that `module:function` names.
+    """The function that `module:function`, or `file.py:function`, names.
 
     Raises:
         ConfigError: there is none, or importing its module fails.
     """
-    module_name, _, path = factory.partition(":")
+    module_name, _, path = factory.rpartition(":")
     try:
-        found: Any = importlib.import_module(module_name)
+        found: Any = _imported(module_name, what)
+    except PackmuleError:
+        raise
     except ModuleNotFoundError as error:
         if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
             raise user_error(f"importing `{module_name}`", error) from None
@@ -144,6 +190,26 @@ def load(factory: str, what: str) -> Callable[..., Any]:
         )
     function: Callable[..., Any] = found
     return function
+
+
+def _imported(module_name: str, what: str) -> ModuleType:
+    """A module by its name, or a file as a script is run: its folder is where it imports from."""
+    if not module_name.endswith(".py"):
+        return importlib.import_module(module_name)
+    file = Path(module_name).expanduser().absolute()
+    if not file.is_file():
+        raise ConfigError(f"{what} `{module_name}`: there is no such file.", "check the path")
+    known = sys.modules.get(file.stem)
+    if known is not None and getattr(known, "__file__", None) == str(file):
+        return known
+    name = file.stem if known is None else f"{file.stem}_of_the_job"
+    spec = importlib.util.spec_from_file_location(name, file)
+    assert spec is not None and spec.loader is not None  # of a .py file
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)
+    if str(file.parent) not in sys.path:
+        sys.path.append(str(file.parent))
+    spec.loader.exec_module(module)
+    return module
 
 
 def call(what: str, function: Callable[..., Any], *arguments: Any, **keys: Any) -> Any:
@@ -249,7 +315,14 @@ def _part(name: str, index: int, count: int, module: nn.Module) -> Part:
             f"`{name}` has no parameters.", "join it to the block beside it, which its work can be a part of"
         )
     takes_batch = 0 < index < count - 1 and _positional(module) > 1
-    return Part(name, module, tuple(parameters), takes_batch)
+    return Part(name, module, tuple(parameters), takes_batch, _aliases(module))
+
+
+def _aliases(module: nn.Module) -> dict[str, tuple[str, ...]]:
+    found: dict[int, list[str]] = {}
+    for local, parameter in module.named_parameters(remove_duplicate=False):
+        found.setdefault(id(parameter), []).append(local)
+    return {names[0]: tuple(names[1:]) for names in found.values() if len(names) > 1}
 
 
 def _positional(module: nn.Module) -> int:

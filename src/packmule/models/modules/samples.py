@@ -4,10 +4,14 @@
 
 from __future__ import annotations
 
+import hashlib
+import random
+import struct
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
+import torch
 
 from packmule.data.order import ordered
 from packmule.data.rows import validation_documents
@@ -44,6 +48,9 @@ class Draw(NamedTuple):
 class Samples:
     """Some samples of a data set, in the order of a seed.
 
+    Before a sample is asked for, the generators of torch, numpy and random are seeded by its place in the
+    run, so that a data set may augment at random: another way each time, and the same way after a resume.
+
     Args:
         dataset: `__len__`, `__getitem__` and optionally `collate(list of samples)`.
         chosen: int64, their numbers.
@@ -59,39 +66,52 @@ class Samples:
     def __len__(self) -> int:
         return len(self._chosen)
 
-    def row_ids(self, step: int, rows_per_step: int) -> tuple[int, ...]:
-        """The samples of a step (counted from 0), in the order they are trained on."""
-        return ordered(len(self), self._seed, step * rows_per_step, rows_per_step)
+    def numbers_at(self, cursor: int, count: int) -> tuple[int, ...]:
+        """Numbers of the `count` samples from global position `cursor` on; each comes once per epoch."""
+        return tuple(self._chosen[list(ordered(len(self), self._seed, cursor, count))].tolist())
 
-    def micro_batch(self, row_ids: Sequence[int]) -> SampleBatch:
-        """Some samples joined."""
+    def numbers(self, first: int, count: int) -> tuple[int, ...]:
+        """Numbers of some samples in the data set's own order."""
+        return tuple(self._chosen[first : first + count].tolist())
+
+    def micro_batch(self, numbers: Sequence[int], place: int | None = None) -> SampleBatch:
+        """Some samples joined.
+
+        Args:
+            place: of the first in the run; None where the model is evaluated.
+        """
         from torch.utils.data import default_collate
 
-        found = [self._sample(row) for row in row_ids]
+        places = [-1 - number for number in numbers] if place is None else range(place, place + len(numbers))
+        found = [self._sample(number, at) for number, at in zip(numbers, places, strict=True)]
         collate = getattr(self._dataset, "collate", default_collate)
         data = call("joining samples (`collate`)", collate, found)
         return SampleBatch(data, len(found), sum(self._count(sample) for sample in found))
 
-    def targets(self, row_ids: Sequence[int]) -> int:
-        """Losses of some samples."""
-        if self._targets is None:
-            return len(row_ids)
-        return sum(self._count(self._sample(row)) for row in row_ids)
-
-    def _sample(self, row: int) -> Any:
-        number = int(self._chosen[row])
+    def _sample(self, number: int, place: int) -> Any:
+        seed_all(self._seed, place)
         return call(f"sample {number} of the data set", self._dataset.__getitem__, number)
 
     def _count(self, sample: Any) -> int:
         return 1 if self._targets is None else int(call("`targets`", self._targets, sample))
 
 
-def open_dataset(factory: str, arguments: Mapping[str, Any]) -> Any:
-    """Call the user's function.
+def seed_all(*words: int) -> None:
+    """Seed every generator that a user's code may draw from."""
+    digest = hashlib.blake2b(struct.pack(f"<{len(words)}q", *words), digest_size=8).digest()
+    seed = int.from_bytes(digest, "little")
+    torch.manual_seed(seed)
+    np.random.seed(seed % 2**32)
+    random.seed(seed)
+
+
+def open_dataset(factory: str, arguments: Mapping[str, Any], seed: int) -> Any:
+    """Call the user's function, with every generator seeded.
 
     Raises:
         ConfigError: it cannot be used, or has no samples.
     """
+    seed_all(seed)
     dataset = call(f"`{factory}`", load(factory, "the data set"), **arguments)
     if not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
         raise ConfigError(

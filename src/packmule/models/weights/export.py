@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from itertools import chain
 from math import prod
 from pathlib import Path
@@ -17,24 +17,30 @@ from packmule.models.weights.decode import encode
 from packmule.models.weights.names import HfTensor, hf_tensors
 from packmule.models.weights.rows import Tensors
 from packmule.shapes.families import FAMILIES
-from packmule.shapes.model import Block, ModelShape
+from packmule.shapes.model import Block, ModelShape, Parameter
+from packmule.shapes.module import Shape
 
 ExportDtype = Literal["bfloat16", "float16", "float32"]
 SHARD_BYTES = 5_000_000_000
 _CODES = {"bfloat16": ("BF16", 2), "float16": ("F16", 2), "float32": ("F32", 4)}
 
 
-class _Item(NamedTuple):
-    block: Block
-    tensor: HfTensor
+class Item(NamedTuple):
+    """One tensor of a file.
+
+    Attributes:
+        type: as safetensors names it.
+        write: writes so many bytes.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    type: str
     bytes: int
-
-    @property
-    def name(self) -> str:
-        return self.tensor.name
+    write: Callable[[BinaryIO], None]
 
 
-def export_bytes(shape: ModelShape, dtype: ExportDtype) -> int:
+def export_bytes(shape: Shape, dtype: ExportDtype) -> int:
     """Bytes of all weights in an export, without headers."""
     return shape.numel * _CODES[dtype][1]
 
@@ -64,25 +70,9 @@ def write_huggingface(
         DiskError: the disk is full or read-only.
         ValueError: `tensors` gives too few or too many elements.
     """
-    items = [
-        _Item(block, tensor, prod(tensor.shape) * _CODES[dtype][1])
-        for block in shape.blocks()
-        for tensor in hf_tensors(block)
-    ]
-    shards = _shards(items, shard_bytes)
+    items = [item(block, tensor, tensors, dtype) for block in shape.blocks() for tensor in hf_tensors(block)]
     with atomic_folder(folder) as temporary, disk_errors(folder):
-        names: dict[str, str] = {}
-        for number, shard in enumerate(shards, 1):
-            name = "model.safetensors"
-            if len(shards) > 1:
-                name = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-            with open(temporary / name, "wb") as file:
-                _write_shard(file, shard, tensors, dtype)
-            names.update((item.name, name) for item in shard)
-        if len(shards) > 1:
-            total = sum(item.bytes for item in items)
-            index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(names.items()))}
-            write_json(temporary / "model.safetensors.index.json", index)
+        write_weights(temporary, items, shard_bytes)
         # transformers 5 reads dtype, older versions torch_dtype
         stated = {
             "architectures": [FAMILIES[shape.family].architecture],
@@ -94,8 +84,55 @@ def write_huggingface(
             copy_model_files(model_folder, temporary)
 
 
-def _shards(items: list[_Item], limit: int) -> list[list[_Item]]:
-    shards: list[list[_Item]] = [[]]
+def item(block: Block, tensor: HfTensor, tensors: Tensors, dtype: ExportDtype) -> Item:
+    """A tensor of a model as one of a file, its parameters one below the other."""
+
+    def write(file: BinaryIO) -> int:
+        chunks = chain.from_iterable(tensors(block, parameter) for parameter in tensor.parameters)
+        if tensor.transposed:
+            return _write_columns(file, tensor, chunks, dtype)
+        return _write_rows(file, tensor.name, chunks, dtype)
+
+    return _checked(tensor.name, tensor.shape, dtype, write)
+
+
+def plain_item(name: str, block: Block, parameter: Parameter, tensors: Tensors, dtype: ExportDtype) -> Item:
+    """A parameter as a tensor of a file, by a name of its own."""
+    return _checked(
+        name, parameter.shape, dtype, lambda file: _write_rows(file, name, tensors(block, parameter), dtype)
+    )
+
+
+def _checked(name: str, shape: tuple[int, ...], dtype: ExportDtype, write: Callable[[BinaryIO], int]) -> Item:
+    """An item whose `write` says how many elements it has written."""
+    code, itemsize = _CODES[dtype]
+
+    def checked(file: BinaryIO) -> None:
+        written = write(file)
+        if written != prod(shape):
+            raise ValueError(f"{name}: {written} elements given, {prod(shape)} expected")
+
+    return Item(name, tuple(shape), code, prod(shape) * itemsize, checked)
+
+
+def write_weights(folder: Path, items: list[Item], shard_bytes: int = SHARD_BYTES) -> None:
+    """Write model.safetensors, or shards and an index."""
+    shards, names = _shards(items, shard_bytes), dict[str, str]()
+    for number, shard in enumerate(shards, 1):
+        name = "model.safetensors"
+        if len(shards) > 1:
+            name = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+        with open(folder / name, "wb") as file:
+            _write_shard(file, shard)
+        names.update((item.name, name) for item in shard)
+    if len(shards) > 1:
+        total = sum(item.bytes for item in items)
+        index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(names.items()))}
+        write_json(folder / "model.safetensors.index.json", index)
+
+
+def _shards(items: list[Item], limit: int) -> list[list[Item]]:
+    shards: list[list[Item]] = [[]]
     size = 0
     for item in items:
         if shards[-1] and size + item.bytes > limit:
@@ -106,20 +143,14 @@ def _shards(items: list[_Item], limit: int) -> list[list[_Item]]:
     return shards
 
 
-def _write_shard(
-    file: BinaryIO,
-    items: list[_Item],
-    tensors: Tensors,
-    dtype: ExportDtype,
-) -> None:
-    code, itemsize = _CODES[dtype]
+def _write_shard(file: BinaryIO, items: list[Item]) -> None:
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     offset = 0
     for item in items:
         end = offset + item.bytes
         header[item.name] = {
-            "dtype": code,
-            "shape": list(item.tensor.shape),
+            "dtype": item.type,
+            "shape": list(item.shape),
             "data_offsets": [offset, end],
         }
         offset = end
@@ -127,18 +158,14 @@ def _write_shard(
     text += b" " * (-len(text) % 8)
     file.write(len(text).to_bytes(8, "little") + text)
     for item in items:
-        chunks = chain.from_iterable(tensors(item.block, parameter) for parameter in item.tensor.parameters)
-        write = _write_columns if item.tensor.transposed else _write_rows
-        written = write(file, item.tensor, chunks, dtype)
-        if written * itemsize != item.bytes:
-            raise ValueError(f"{item.name}: {written} elements given, {item.bytes // itemsize} expected")
+        item.write(file)
 
 
-def _write_rows(file: BinaryIO, tensor: HfTensor, chunks: Iterable[np.ndarray], dtype: ExportDtype) -> int:
+def _write_rows(file: BinaryIO, name: str, chunks: Iterable[np.ndarray], dtype: ExportDtype) -> int:
     """One chunk after the other; returns the number of elements."""
     written = 0
     for chunk in chunks:
-        file.write(encode(chunk, _CODES[dtype][0], tensor.name).data)
+        file.write(encode(chunk, _CODES[dtype][0], name).data)
         written += chunk.size
     return written
 
