@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple, get_origin
 
 from pydantic import ConfigDict, Discriminator, Field, Tag, ValidationError, field_validator, model_validator
 
@@ -502,7 +502,7 @@ def read_job(
         ConfigError: names the source, key, value and what to write instead.
     """
     fields = {
-        name: {key: "str" in str(info.annotation) for key, info in section.model_fields.items()}
+        name: {key: _holds_text(info.annotation) for key, info in section.model_fields.items()}
         for name, section in SECTIONS.items()
     }
     collected = collect(job, source, variables, overrides, arguments or {}, fields)
@@ -512,6 +512,10 @@ def read_job(
         # Parsed again under the name of the layer that wrote the offending field.
         found = Job.parse(collected.data, collected.source_of(error.errors()[0]["loc"], source))
     return LoadedJob(found, tuple(collected.notes))
+
+
+def _holds_text(annotation: Any) -> bool:
+    return "str" in str(annotation) and get_origin(annotation) is not dict
 
 
 def load_job(

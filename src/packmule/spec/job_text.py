@@ -222,16 +222,15 @@ class _Names:
                 self.owners.setdefault(name, []).append(section)
 
     def read(self, dotted: str, entry: _Entry) -> Any:
-        """The entry's value: a flag's text is read as YAML unless the field holds text."""
+        """The entry's value: a flag's text is read as YAML, also `{a: 1}`, unless the field holds text."""
         section, _, name = dotted.partition(".")
         if not entry.is_flag:
             return entry.value
+        holds_text = self.fields[section][name]
+        if not holds_text and entry.value.startswith("{") and entry.value.endswith("}"):
+            return load_yaml(entry.value, entry.source)
         value = read_scalar(entry.value)
-        return (
-            entry.value
-            if self.fields[section][name] and not isinstance(value, (list, dict, type(None)))
-            else value
-        )
+        return entry.value if holds_text and not isinstance(value, (list, dict, type(None))) else value
 
     def field_of(self, entry: _Entry) -> str:
         """The dotted field an entry means.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -46,6 +46,10 @@ LOOKED_AT = 64
 """Samples that are looked at for the number of targets."""
 
 
+Settings = dict[tuple[str, str], Any]
+"""(module within the block, attribute) -> value."""
+
+
 class _Kind(NamedTuple):
     """Blocks that are alike: the first one's number and weights, and the shape of a row of its input."""
 
@@ -69,16 +73,17 @@ def measured(request: GaugeRequest, sender: Sender) -> ModuleShape:
     before = process_memory().resident
     alike: dict[Any, dict[str, Tensor]] = {}
     building = Building(request.model, request.arguments, request.seed, types.compute)
-    looks = []
-    for block, part in enumerate(building):
-        looks.append(_looks(part, block - 1))
-        if looks[-1] not in alike:
+    structures = []
+    for part in building:
+        structures.append(_structure(part))
+        if structures[-1] not in alike:
             dtype = TORCH_DTYPES[types.compute]
             named = part.module.named_parameters()
-            alike[looks[-1]] = {name: value.detach().to(dtype, copy=True) for name, value in named}
+            alike[structures[-1]] = {name: value.detach().to(dtype, copy=True) for name, value in named}
     del part
     model = building.model
-    weights = [alike[look] for look in looks]
+    weights = [alike[structure] for structure in structures]
+    looked = looks(structures, [_settings(part) for part in model.parts])
     build_bytes = max(0, process_memory().peak - before)
     trim_malloc()
     bodies = ModuleBodies(model, types, request.seed)
@@ -98,7 +103,7 @@ def measured(request: GaugeRequest, sender: Sender) -> ModuleShape:
     kinds: list[_Kind] = []
     parts: list[ModulePart] = []
     for block, part in enumerate(model.parts):
-        key = (looks[block], shapes[block])
+        key = (looked[block], shapes[block])
         if key not in numbers:
             numbers[key] = len(kinds)
             kinds.append(_Kind(block, weights[block], shapes[block]))
@@ -127,18 +132,36 @@ def measured(request: GaugeRequest, sender: Sender) -> ModuleShape:
     )
 
 
-def _looks(part: Part, number: int) -> tuple[object, ...]:
-    """Blocks with equal looks have equal costs: classes, what they print, and settings that can cost, but
-    not a block's own number."""
-    settings = [
-        (local, name, value)
+def _structure(part: Part) -> tuple[object, ...]:
+    """What blocks with equal parameters and equal code have in common."""
+    classes = tuple(type(module) for module in part.module.modules())
+    return (classes, repr(part.module), part.parameters, part.takes_batch)
+
+
+def _settings(part: Part) -> Settings:
+    """What a block's modules hold besides tensors that may decide what they cost."""
+    return {
+        (local, name): value
         for local, module in part.module.named_modules()
         for name, value in vars(module).items()
-        if isinstance(value, (bool, int, str, tuple)) and (isinstance(value, bool) or value != number)
-        if name != "training" and not name.startswith("_")
+        if isinstance(value, (bool, int, str, tuple)) and name != "training" and not name.startswith("_")
+    }
+
+
+def looks(structures: Sequence[object], settings: Sequence[Settings]) -> list[object]:
+    """One value per block of embed, blocks and head: blocks with equal ones cost the same. A setting that is
+    each block's own number does not count."""
+    counted = list(enumerate(settings))[1:-1]
+    names = {key for _, held in counted for key in held}
+    numbers = {
+        key
+        for key in names
+        if all(type(held.get(key)) is int and held[key] == block - 1 for block, held in counted)
+    }
+    return [
+        (structure, repr([(key, value) for key, value in held.items() if key not in numbers]))
+        for structure, held in zip(structures, settings, strict=True)
     ]
-    classes = tuple(type(module) for module in part.module.modules())
-    return (classes, repr(part.module), repr(settings), part.parameters, part.takes_batch)
 
 
 def _looked_at(samples: Samples) -> tuple[float, int]:

@@ -210,13 +210,10 @@ def samples_report(shape: ModuleShape, job: Job) -> PrepareReport:
 
 def module_tables(shape: ModuleShape, report: PrepareReport) -> list[Table]:
     """What people are shown of the modules and their data."""
-    kinds: dict[int, list[str]] = {}
-    for part in shape.parts:
-        kinds.setdefault(part.kind, []).append(part.name)
     held_out = sum(found.rows.rows for found in report.validation)
     rows = [
         ("modules", f"{shape.factory}: {shape.numel:,} parameters in {len(shape.parts)} blocks"),
-        *((_names(names), _cost(shape, kind)) for kind, names in kinds.items()),
+        *((_names(shape, kind), _cost(shape, kind)) for kind in range(len(shape.costs))),
         ("data set", f"{shape.dataset}: {shape.samples:,} samples"),
         ("training samples", f"{report.train.rows:,}"),
         ("held out", f"{held_out:,} samples" if held_out else "nothing"),
@@ -224,10 +221,15 @@ def module_tables(shape: ModuleShape, report: PrepareReport) -> list[Table]:
     return [Table("modules and samples", tuple(rows))]
 
 
-def _names(names: Sequence[str]) -> str:
-    return (
-        names[0] if len(names) == 1 else f"{names[0]} to {names[-1]}" if len(names) > 2 else ", ".join(names)
-    )
+def _names(shape: ModuleShape, kind: int) -> str:
+    """The blocks of a kind, as a range where they follow each other."""
+    found = [index for index, part in enumerate(shape.parts) if part.kind == kind]
+    first, last = shape.parts[found[0]].name, shape.parts[found[-1]].name
+    if len(found) == 1:
+        return first
+    if found == list(range(found[0], found[-1] + 1)):
+        return f"{first} to {last}"
+    return f"{first}, ..., {last} ({len(found)} blocks)"
 
 
 def _cost(shape: ModuleShape, kind: int) -> str:

@@ -212,3 +212,15 @@ def test_every_alias_works_alone_and_in_its_section(alias: str) -> None:
     for dotted in (alias, f"{section}.{alias}"):
         error = refusal(MODEL, overrides=[(dotted, "[[x]]")])
         assert f"`{section}.{key}" in error.cause
+
+
+def test_a_flag_can_hold_a_mapping_where_a_field_is_one() -> None:
+    flags = [("model.arguments", "{width: 8, heads: [1, 2]}"), ("sample-prompt", "{a: 1}")]
+    with pytest.raises(ConfigError, match=r"`model\.arguments` are given without"):
+        load_job("model: m", "a", overrides=flags)
+    text = "model: {factory: a:b}\ndata: {factory: a:c}"
+    found = load_job(text, "a", overrides=flags[:1])
+    assert found.model.arguments == {"width": 8, "heads": [1, 2]}
+    assert load_job("model: m", "a", overrides=flags[1:]).train.sample_prompt == "{a: 1}"
+    found = load_job("model: m", "a", overrides=[("data.columns", "{text: body}")])
+    assert found.data.columns == {"text": "body"}
