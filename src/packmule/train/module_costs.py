@@ -42,6 +42,12 @@ is measured beyond that is other programs' doing."""
 SPARE_BYTES = 1 << 20
 """Added to what was measured: gaps that a heap in use has and a fresh one has not."""
 
+LEAST_BYTES = 8 << 20
+"""Room without which nothing is tried: libraries that are refused memory may end the process."""
+
+PRIMITIVE = "could not create a primitive"
+"""What oneDNN says when it is refused memory."""
+
 LOOKED_AT = 64
 """Samples that are looked at for the number of targets."""
 
@@ -88,6 +94,7 @@ def measured(request: GaugeRequest, sender: Sender) -> ModuleShape:
     trim_malloc()
     bodies = ModuleBodies(model, types, request.seed)
     samples = Samples(dataset, np.arange(len(dataset)), request.seed, model.targets)
+    _check_room(request.ram_bytes)
     limit_data(request.ram_bytes, untouched_bytes(request.threads))
 
     versions = {name: buffer._version for name, buffer in buffers(model)}
@@ -174,6 +181,17 @@ def _looked_at(samples: Samples) -> tuple[float, int]:
     return sum(batch.targets for batch in found) / count, max(sizes)
 
 
+def _check_room(ram_bytes: int) -> None:
+    """Raise DoesNotFit where what is held already leaves nothing to run a block in."""
+    held = process_memory().resident
+    if held + LEAST_BYTES > ram_bytes:
+        raise DoesNotFit(
+            f"Python, torch, the data set and the modules' buffers take {format_bytes(held)}; the budget "
+            f"leaves {format_bytes(max(0, ram_bytes))} for them and everything else.",
+            "raise --ram; data that is read when it is asked for takes less than data that is held",
+        )
+
+
 def _refuse_changed(before: Mapping[str, int], after: Mapping[str, Tensor]) -> None:
     for name, version in before.items():
         if name not in after or after[name]._version != version:
@@ -193,7 +211,7 @@ def _costs(
         try:
             measured = [_cost(bodies, kind, samples, rows) for kind in kinds]
         except (MemoryError, RuntimeError) as error:
-            if not is_out_of_memory(error):
+            if not is_out_of_memory(error) and PRIMITIVE not in str(error):
                 raise
             if number == 0:
                 raise DoesNotFit(
