@@ -146,7 +146,10 @@ def split_words(words: Sequence[str]) -> tuple[str | None, tuple[tuple[str, str]
         elif word.startswith("-"):
             raise ConfigError(f"the command line: unknown option `{word}`.", "options start with two dashes")
         elif path is not None:
-            raise ConfigError(f"the command line: two job files, `{path}` and `{word}`.", "give one")
+            raise ConfigError(
+                f"the command line: two job files, `{path}` and `{word}`.",
+                "give one; a model goes by `--model PATH`, its data by `--dataset PATH`",
+            )
         else:
             path = word
     return path, tuple(pairs)
