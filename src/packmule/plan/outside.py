@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from packmule.graph.step import StepGraph
-from packmule.shapes.bodies import compiled_bytes, dtypes, rope_bytes
+from packmule.shapes.bodies import compiled_bytes, dtypes, packed_bytes, rope_bytes
 from packmule.shapes.model import ModelShape
 from packmule.shapes.module import Shape
 from packmule.spec.plan import Plan
@@ -40,7 +40,8 @@ def held_bytes(shape: Shape, plan: Plan, graphs: Iterable[StepGraph]) -> int:
     tasks, types = sum(graph.tasks for graph in graphs), dtypes(plan.numerics)
     held = TASK_BYTES * tasks + batch_bytes(shape, plan)
     if isinstance(shape, ModelShape):
-        held += compiled_bytes(types) + rope_bytes(shape, plan.numerics.max_seq_length, types)
+        held += compiled_bytes(types) + packed_bytes(shape, plan.numerics)
+        held += rope_bytes(shape, plan.numerics.max_seq_length, types)
     return held  # what modules keep is in their process's memory as it was measured
 
 

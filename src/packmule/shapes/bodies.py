@@ -81,6 +81,12 @@ def layer_saved(layer: LayerShape, tokens: int, types: Dtypes) -> tuple[TensorSp
 KERNEL_WORKSPACE = 10 << 20
 """Most bytes that matrix products pack outside the arena, in any body (measured: up to 7 MiB)."""
 
+PACKED_BYTES = 34 << 20
+"""Most bytes that MKL keeps for packing (measured: 34 MB with two threads and AVX-512, 1 MB with one)."""
+
+PACKED_ROWS = 128
+"""From so many tokens on, MKL's threads share a product's outputs (measured)."""
+
 PRIMITIVES_KEPT = 32
 """Compiled matrix products that oneDNN keeps (bfloat16 only: float32 and float64 go to MKL). A
 layer needs about twenty; fewer than that, and each layer compiles its own again."""
@@ -248,6 +254,31 @@ def rope_bytes(shape: ModelShape, positions: int, types: Dtypes) -> int:
 def compiled_bytes(types: Dtypes) -> int:
     """Bytes of the compiled matrix products that a process comes to hold."""
     return PRIMITIVES_KEPT * PRIMITIVE_BYTES if types.product == "bfloat16" else 0
+
+
+def packed_bytes(shape: ModelShape, numerics: Numerics) -> int:
+    """Bytes that MKL comes to hold for products in float32 and float64.
+
+    Several threads pack what they share, up to PACKED_BYTES; of fewer than PACKED_ROWS tokens they share
+    the inner dimension instead, and each further one has outputs of its own.
+    """
+    types = dtypes(numerics)
+    if types.product == "bfloat16" or numerics.threads == 1:
+        return 0
+    item, most = ITEMSIZE[types.product], max(numerics.micro_tokens)
+    found = 0
+    for block in shape.blocks():
+        if block.kind == "embed":
+            continue
+        tokens = min(most, numerics.loss_chunk) if block.kind == "head" else most
+        for parameter in block.parameters:
+            if len(parameter.shape) != 2:
+                continue
+            outputs, inputs = parameter.shape
+            outputs = min(outputs, WEIGHT_ROWS) if types.widens else outputs
+            rows = tokens if tokens < PACKED_ROWS else 0
+            found = max(found, item * outputs * rows, min(item * outputs * inputs, PACKED_BYTES))
+    return found
 
 
 def layer_flops(layer: LayerShape, tokens: int, mean_length: float) -> tuple[float, float]:
