@@ -268,9 +268,9 @@ def packed_bytes(shape: ModelShape, numerics: Numerics) -> int:
     item, most = ITEMSIZE[types.product], max(numerics.micro_tokens)
     found = 0
     for block in shape.blocks():
-        if block.kind == "embed":
-            continue
-        tokens = min(most, numerics.loss_chunk) if block.kind == "head" else most
+        if block.kind == "embed" and not shape.tied:
+            continue  # rows are looked up
+        tokens = most if block.kind == "layer" else min(most, numerics.loss_chunk)
         for parameter in block.parameters:
             if len(parameter.shape) != 2:
                 continue

@@ -71,7 +71,10 @@ def test_bfloat16_pays_for_compiled_products_and_float32_for_packing(seed: int) 
     [(32, 148058, 18.8), (64, 148058, 37.1), (96, 148058, 55.5), (192, 148058, 31.2), (512, 148058, 33.8),
      (64, 65536, 16.9), (256, 16384, 26.2), (128, 16001, 1.5), (512, 8192, 16.1)],
 )  # fmt: skip
-def test_packing_is_bounded_by_what_was_measured(tokens: int, vocab: int, measured: float, seed: int) -> None:
+@pytest.mark.parametrize("tied", [True, False])
+def test_packing_is_bounded_by_what_was_measured(
+    tokens: int, vocab: int, measured: float, tied: bool, seed: int
+) -> None:
     numerics = make_situation(random.Random(seed)).numerics.model_copy(
         update={
             "precision": "fp32", "products": None, "micro_rows": (1,), "max_seq_length": tokens,
@@ -80,6 +83,7 @@ def test_packing_is_bounded_by_what_was_measured(tokens: int, vocab: int, measur
     )  # fmt: skip
     sizes = {"hidden_size": 768, "intermediate_size": 768, "num_hidden_layers": 1, "num_attention_heads": 12}
     config = {"model_type": "llama", **sizes, "vocab_size": vocab, "max_position_embeddings": 512}
+    config["tie_word_embeddings"] = tied
     shape = ModelShape.from_config(config, "this test")
     packed = packed_bytes(shape, numerics) / 2**20
     assert measured - 2 <= packed <= max(36, 1.5 * measured)  # 2: of other threads' stacks and heaps
