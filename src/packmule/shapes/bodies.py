@@ -270,7 +270,7 @@ def packed_bytes(shape: ModelShape, numerics: Numerics) -> int:
     for block in shape.blocks():
         if block.kind == "embed" and not shape.tied:
             continue  # rows are looked up
-        tokens = most if block.kind == "layer" else min(most, numerics.loss_chunk)
+        tokens = min(most, numerics.loss_chunk) if block.kind in ("embed", "head") else most
         for parameter in block.parameters:
             if len(parameter.shape) != 2:
                 continue
