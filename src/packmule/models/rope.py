@@ -92,6 +92,6 @@ def _yarn(rope: Rope, scaling: Yarn, power: Tensor) -> Tensor:
     low, high = max(low, 0), min(high, rope.dims - 1)
     if low == high:
         high += 0.001  # no division by zero
-    ramp = (torch.arange(rope.dims // 2, dtype=torch.float32) - low) / (high - low)
-    kept = (1 - ramp.clamp(0, 1)).to(power.dtype)
+    ramp = (torch.arange(rope.dims // 2, dtype=power.dtype) - low) / (high - low)
+    kept = 1 - ramp.clamp(0, 1)
     return 1.0 / (scaling.factor * power) * (1 - kept) + 1.0 / power * kept
