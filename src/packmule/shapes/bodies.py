@@ -79,7 +79,8 @@ def layer_saved(layer: LayerShape, tokens: int, types: Dtypes) -> tuple[TensorSp
 
 
 KERNEL_WORKSPACE = 10 << 20
-"""Most bytes that matrix products pack outside the arena, in any body (measured: up to 7 MiB)."""
+"""What matrix products allocate and free again outside the arena, in any body (measured: up to 7 MiB).
+What MKL keeps from then on is `packed_bytes`."""
 
 PACKED_BYTES = 34 << 20
 """Most bytes that MKL keeps for packing (measured: 34 MB with two threads and AVX-512, 1 MB with one)."""
