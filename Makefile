@@ -63,7 +63,7 @@ $(smollm2): | $(installed)
 demo: setup $(smollm2)
 	$(bin)/python examples/get_smollm2.py
 	$(bin)/python examples/make_pydocs.py
-	$(bin)/packmule train $(job) --ram $(RAM) --output-dir $(RUNS)/smollm2-$(RAM)
+	$(bin)/packmule train $(job) --ram $(RAM) --output-dir $(RUNS)/smollm2-$(RAM) --max-steps 20
 	$(bin)/packmule train $(job) --ram $(SMALL_RAM) --output-dir $(RUNS)/smollm2-$(SMALL_RAM) --max-steps 6
 
 bench: setup
