@@ -105,6 +105,7 @@ def test_the_log_has_each_step_once_with_its_learning_rate(trained: Done, bench:
     assert [entry["step"] for entry in found] == [1, 2, 3, 4, 5, 6]
     assert found[0]["train/learning_rate"] == pytest.approx(1e-2)
     assert sorted(len(set(entry["rows"])) for entry in found) == [4] * 6
+    assert all(0 < entry["data_seconds"] <= entry["seconds"] for entry in found)
 
 
 # The same line again

@@ -303,7 +303,8 @@ def log_of(out: Path) -> list[tuple[Any, ...]]:
     """The log in order: everything but times."""
     lines = (out / "log.jsonl").read_text().splitlines()
     return [
-        tuple((key, value) for key, value in json.loads(line).items() if key != "seconds") for line in lines
+        tuple((key, value) for key, value in json.loads(line).items() if not key.endswith("seconds"))
+        for line in lines
     ]
 
 

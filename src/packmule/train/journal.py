@@ -46,6 +46,7 @@ class _Entry:
     tokens: int
     rows: tuple[int, ...]
     began: float
+    fetched: float
 
 
 class Journal:
@@ -64,7 +65,9 @@ class Journal:
         for trace, square in log.noise:
             self._scale.add(Noise(trace, square))
 
-    def begin(self, step: int, rate: float, tokens: int, rows: tuple[int, ...], began: float) -> None:
+    def begin(
+        self, step: int, rate: float, tokens: int, rows: tuple[int, ...], began: float, fetched: float
+    ) -> None:
         """A step is under way.
 
         Args:
@@ -73,8 +76,9 @@ class Journal:
             tokens: targets trained on when it has ended.
             rows: ids of its rows.
             began: time.monotonic() when it began.
+            fetched: seconds since then in which nothing but its data was worked on.
         """
-        self._entry = _Entry(step, rate, tokens, rows, began)
+        self._entry = _Entry(step, rate, tokens, rows, began, fetched)
 
     def drop(self) -> None:
         """The step under way will not end."""
@@ -95,6 +99,7 @@ class Journal:
                 **self._noise(outcome.noise),
                 "tokens": entry.tokens,
                 "seconds": round(time.monotonic() - entry.began, 4),
+                "data_seconds": round(entry.fetched, 6),
                 "rows": list(entry.rows),
             }
         )

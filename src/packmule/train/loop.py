@@ -287,11 +287,13 @@ class Loop:
         self.sender.send("phase", name="step")
         rows = rows_at(numerics.growth, numerics.rows, step)
         cursor = self._cursor(step) - self.request.data_cursor
+        fetching = time.monotonic()
         ids, batches, targets = self.subject.step(cursor, numerics.cut(rows))
+        fetched = time.monotonic() - fetching
         rate = rates(numerics, step).learning_rate
         self.tokens += targets
         commit = (step + 1) % self.plan.checkpoint.commit_steps == 0 or step + 1 == total
-        self.journal.begin(step + 1, rate, self.tokens, ids, began)
+        self.journal.begin(step + 1, rate, self.tokens, ids, began, fetched)
         try:
             with self._running_out():
                 result = self.engine.step(
