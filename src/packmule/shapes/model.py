@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from packmule.errors import ConfigError
 from packmule.shapes.blocks import Block, Parameter
 from packmule.shapes.config import Config
+from packmule.shapes.experts import Experts
 from packmule.shapes.families import FAMILIES, MOST_LAYERS
 from packmule.shapes.layer import PLAIN, LayerKind, LayerShape, Norm, Variant
 from packmule.shapes.layout import ITEMSIZE
@@ -90,6 +91,29 @@ class ModelShape:
                 "restore the model's own config.json",
             )
         return shape
+
+    def balanced(self, factor: float | None) -> ModelShape:
+        """The same model with another factor of the load-balancing loss; itself for None.
+
+        Raises:
+            ConfigError: there are no experts to balance.
+        """
+        if factor is None:
+            return self
+        experts = [kind.feed_forward for kind in self.kinds if isinstance(kind.feed_forward, Experts)]
+        if not experts:
+            raise ConfigError(
+                f"`train.router_aux_loss_coef` = {factor:g} balances experts, and the model ({self.family}) "
+                "has none.",
+                "leave it out",
+            )
+        kinds = tuple(
+            replace(kind, feed_forward=replace(kind.feed_forward, balance=factor))
+            if isinstance(kind.feed_forward, Experts)
+            else kind
+            for kind in self.kinds
+        )
+        return replace(self, kinds=kinds)
 
     @property
     def norm(self) -> Norm:

@@ -210,6 +210,9 @@ class Train(Section):
     sample_prompt: str | None = Field(default=None, description="continued greedily at every evaluation")
     sample_tokens: int = Field(default=64, ge=1)
     update: UpdateName = "auto"
+    router_aux_loss_coef: float | None = Field(
+        default=None, ge=0, description="factor of the load-balancing loss of experts; null: the model's own"
+    )
 
     @model_validator(mode="before")
     @classmethod
@@ -385,6 +388,7 @@ TEXT_ONLY = {
     "train.max_seq_length": "a row is one sample",
     "train.max_tokens": "samples have no tokens to count; use max_steps or epochs",
     "train.sample_prompt": "modules of one's own continue no text",
+    "train.router_aux_loss_coef": "a loss that experts of one's own need is part of the head's",
     "train.recompute": "nothing of a forward is kept but each block's input",
 }
 """Settings that modules of one's own cannot have, and why."""

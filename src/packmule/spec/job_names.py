@@ -35,6 +35,7 @@ _BY_FIELD = {
     "train.precision": "dtype torch_dtype",
     "train.seed": "random_seed",
     "train.eval_steps": "eval_interval",
+    "train.router_aux_loss_coef": "moe_aux_loss_coef aux_loss_coef",
     "optim.optim": "optimizer",
     "optim.learning_rate": "lr",
     "optim.lr_scheduler": "lr_scheduler_type scheduler",

@@ -59,6 +59,9 @@ class Numerics(Record):
     max_seq_length: int
     loss_chunk: int = Field(description="tokens whose logits exist at once")
     clip: float | None
+    router_aux_loss_coef: float | None = Field(
+        default=None, description="factor of the load-balancing loss; null: the model's own"
+    )
     optimizer: OptimizerNumerics
     schedule: ScheduleNumerics
     seed: int

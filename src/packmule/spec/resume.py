@@ -99,8 +99,9 @@ TABLE = (
         "the new schedule goes on from the step the run is at",
     ),
     Row(
-        "clipping, weight decay, AdamW's constants",
+        "clipping, weight decay, balance of experts, AdamW's constants",
         (
+            *("train.router_aux_loss_coef",),
             *("optim.max_grad_norm", "optim.weight_decay", "optim.weight_decay_on"),
             *("optim.weight_decay_embedding", "optim.adam_beta1", "optim.adam_beta2", "optim.adam_epsilon"),
         ),

@@ -17,7 +17,7 @@ from packmule.spec.plan import Numerics
 from packmule.spec.resume import COMPUTED_KEYS, Change, changes, refuse, row_of
 from packmule.train.folder import RunFolder, read_text
 
-ASKED = ("clip", "optimizer", "schedule")
+ASKED = ("clip", "router_aux_loss_coef", "optimizer", "schedule")
 """Fields of Numerics that follow the job at each start."""
 
 

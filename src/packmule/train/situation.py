@@ -91,6 +91,7 @@ def make_numerics(job: Job, hardware: Hardware, steps: int) -> Numerics:
         max_seq_length=1 if modules else train.max_seq_length,
         loss_chunk=1 if modules else 512,
         clip=optim.max_grad_norm,
+        router_aux_loss_coef=train.router_aux_loss_coef,
         optimizer=OptimizerNumerics(
             beta1=optim.adam_beta1,
             beta2=optim.adam_beta2,
@@ -150,12 +151,13 @@ def make_situation(
         positions: of a sample, prompt included.
 
     Raises:
-        ConfigError: rows longer than the model's positions.
+        ConfigError: rows longer than the model's positions; experts to balance, and none there.
         DataError: nothing to train on.
     """
     length = numerics.max_seq_length
     if isinstance(shape, ModelShape):
         check_length(length, shape)
+        shape = shape.balanced(numerics.router_aux_loss_coef)
     if report is not None and report.train.targets == 0:
         raise DataError(
             "The data has no token to predict: every document is a single token.", "use longer texts"
@@ -351,7 +353,8 @@ def check_inputs(job: Job) -> None:
     """
     if job.model.factory is not None:
         return  # they are looked at where they are built
-    check_length(job.train.max_seq_length, shape_of(Path(job.model.source).expanduser()))
+    shape = shape_of(Path(job.model.source).expanduser()).balanced(job.train.router_aux_loss_coef)
+    check_length(job.train.max_seq_length, shape)
     find_files(job.data.paths)
     for held_out in job.data.val_path:
         find_files(held_out.path)

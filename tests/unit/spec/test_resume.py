@@ -24,6 +24,7 @@ OTHER: dict[str, Any] = {
     "train.recompute": True, "train.seed": 1, "train.eval_steps": 3, "train.eval_rows": 4,
     "train.best_metric": "perplexity", "train.early_stop_min_delta": 0.5, "train.max_minutes": 3.0,
     "train.sample_prompt": "a", "train.sample_tokens": 3, "train.update": "on-fetch",
+    "train.router_aux_loss_coef": 0.1,
     "optim.learning_rate": 1e-3, "optim.lr_scheduler": "linear", "optim.warmup_steps": 3,
     "optim.warmup_ratio": 0.5, "optim.min_lr": 1e-7, "optim.decay_shape": "sqrt", "optim.weight_decay": 0.3,
     "optim.weight_decay_on": "all", "optim.weight_decay_embedding": False, "optim.max_grad_norm": 2.0,
