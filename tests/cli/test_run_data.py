@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import random
+import shlex
 import shutil
 from pathlib import Path
 from typing import Any
@@ -205,6 +206,23 @@ def test_data_prepared_otherwise_is_said_on_resume(bench: Bench) -> None:
     bench.run("train", job.name).succeeded()
     for words in (("--data.long-documents", "drop"), ("--data.deduplicate", "0.9")):
         assert "The data changed: an epoch" in bench.run("train", job.name, *words).succeeded().out
+
+
+def test_preference_data_trains_on_its_chosen_answers_as_the_refusal_says(
+    bench: Bench, chat_model: str
+) -> None:
+    records = [{"prompt": m[:1], "chosen": m[1:2], "rejected": m[1:2]} for m in chats(10, 30)]
+    write(bench.folder / "pairs.jsonl", records)
+    words = ("--model", chat_model, "--data", "pairs.jsonl", *ONE_LINE, "--max-steps", "1")
+    refused = bench.run("train", *words, "--output-dir", "pairs_run").refused()
+    assert "pairs.jsonl: line 1 is preference data (chosen, rejected)" in refused
+    [hint] = [line for line in refused.splitlines() if line.startswith("hint: ")]
+    way = hint.removeprefix("hint: to train on the chosen answers: ")
+    [told] = after(bench.run("plan", *words).succeeded().out, "data")
+    assert told.endswith(way)
+    done = bench.run("train", *words, *shlex.split(way), "--output-dir", "pairs_run").succeeded()
+    example = after(done.out, "example: pairs.jsonl as prompt-completion")
+    assert example[1].split() == ["loss", *f"{records[0]['chosen'][0]['content']}{END}".split()]
 
 
 @pytest.mark.parametrize(("changes", "cause"), [

@@ -33,6 +33,7 @@ class Format(NamedTuple):
 
 FORMATS = (
     Format("tokens", ("input_ids",), ("labels", "attention_mask"), '{"input_ids": [5, 6, 7]}'),
+    Format("preference", ("chosen", "rejected"), ("prompt",), '{"chosen": "...", "rejected": "..."}'),
     Format(
         "messages", ("messages",), ("tools",), '{"messages": [{"role": "user", "content": "..."}, ...]}'
     ),
@@ -40,7 +41,6 @@ FORMATS = (
         "sharegpt", ("conversations",), ("system", "tools"),
         '{"conversations": [{"from": "human", "value": "..."}, ...]}',
     ),
-    Format("preference", ("chosen", "rejected"), ("prompt",), '{"chosen": "...", "rejected": "..."}'),
     Format("prompt-completion", ("prompt", "completion"), (), '{"prompt": "...", "completion": "..."}'),
     Format(
         "alpaca", ("instruction", "output"), ("input", "system", "history"),
@@ -202,9 +202,31 @@ class FormatReader:
         raise self._error(
             "is preference data (chosen, rejected); it is recognized, and kept for a later version: "
             "no training on preferences is offered yet",
-            "to train on the chosen answers: data.format: prompt-completion, "
-            "data.columns: {completion: chosen}",
+            self._chosen_alone(record),
         )
+
+    def _chosen_alone(self, record: Mapping[str, Any]) -> str:
+        """How to train on the chosen answers, by what the record has besides."""
+        chosen, prompt = self._column(record, "chosen"), record.get(self.columns.get("prompt", "prompt"))
+        column, others = self.columns.get("chosen", "chosen"), {}
+        if _written_list(chosen):
+            whole = not _written_list(prompt)  # else the prompt's messages come before the chosen ones
+            name, ours = ("messages", "messages") if whole else ("prompt-completion", "completion")
+        elif not isinstance(chosen, str):
+            return (
+                "to train on the chosen answers, put each behind its conversation: "
+                f"a record of the format messages is like {BY_NAME['messages'].example}"
+            )
+        elif isinstance(prompt, str):
+            name, ours = "prompt-completion", "completion"
+        elif isinstance(record.get("question"), str):
+            name, ours, others = "prompt-completion", "completion", {"prompt": "question"}
+        elif isinstance(record.get("instruction"), str):
+            name, ours = "alpaca", "output"
+        else:
+            name, ours = "text", "text"
+        columns = ", ".join(f"{key}: {value}" for key, value in {**others, ours: column}.items())
+        return f"to train on the chosen answers: --data.format {name} --data.columns '{{{columns}}}'"
 
     # Values
 
@@ -291,6 +313,11 @@ class FormatReader:
             f"{self.where}: {self._place}{mark} {what}.",
             hint or f"a record of the format {self.format.name} is like {self.format.example}",
         )
+
+
+def _written_list(value: Any) -> bool:
+    """Whether a value is a list of messages, maybe written as text in a cell of a CSV."""
+    return _listed(value) or (isinstance(value, str) and value.lstrip().startswith("[{"))
 
 
 def _listed(value: Any) -> bool:

@@ -63,7 +63,7 @@ def preview_data(job: Job, environment: Environment) -> PreviewReport | str:
         run_child("packmule.data.preview", request.model_dump_json(), note, environment.of_child())
         return PreviewReport.parse(found, "the data preview")
     except PackmuleError as error:
-        return error.cause
+        return f"{error.cause.removesuffix('.')}; {error.hint}" if error.hint else error.cause
 
 
 def preview_tables(preview: PreviewReport | str) -> list[Table]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import random
+import shlex
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ import numpy as np
 import pyarrow as arrow
 import pyarrow.parquet as parquet
 import pytest
+import yaml
 from tests.unit.data.chats import CHATML, conversation
 from tests.unit.data.samples import SPECIALS, random_text
 
@@ -61,6 +63,7 @@ def loss(document: Marked) -> list[str]:
 
 
 CHAT = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+CHATML_ASKED = "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\n{}<|im_end|>\n"
 SHARED = [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]
 
 
@@ -73,6 +76,8 @@ SHARED = [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]
     ({"messages": CHAT, "prompt": "a"}, "messages"),
     ({"prompt": "a", "completion": "b"}, "prompt-completion"),
     ({"prompt": "a", "chosen": "b", "rejected": "c"}, "preference"),
+    ({"conversations": SHARED, "chosen": SHARED[1], "rejected": SHARED[1]}, "preference"),
+    ({"messages": CHAT, "prompt": "a", "chosen": CHAT, "rejected": CHAT}, "preference"),
     ({"input_ids": [1], "attention_mask": [1], "labels": [1]}, "tokens"),
 ])  # fmt: skip
 def test_the_format_is_told_by_the_columns(
@@ -222,6 +227,46 @@ def test_a_record_that_cannot_be_used_is_named_with_its_line(
     with pytest.raises(DataError, match=message) as caught:
         read(source, template=template, vocab=20)
     assert f"{source.path}: line 1" in caught.value.cause and caught.value.hint
+
+
+@pytest.mark.parametrize(("record", "text", "answer"), [
+    ({"prompt": "q ", "chosen": "good"}, "q good", "good"),
+    ({"question": "q ", "chosen": "good"}, "q good", "good"),
+    ({"chosen": "Human: q Assistant: good"}, "Human: q Assistant: good", None),
+    ({"instruction": "q", "input": "i", "chosen": "good"}, CHATML_ASKED.format("q\ni"), "good<|im_end|>"),
+    ({"chosen": CHAT}, CHATML_ASKED.format("a"), "b<|im_end|>"),
+    ({"prompt": "a", "chosen": CHAT}, CHATML_ASKED.format("a"), "b<|im_end|>"),
+    ({"prompt": CHAT[:1], "chosen": CHAT[1:]}, CHATML_ASKED.format("a"), "b<|im_end|>"),
+    ({"prompt": "a", "chosen": json.dumps(CHAT)}, CHATML_ASKED.format("a"), "b<|im_end|>"),
+])  # fmt: skip
+def test_preference_data_is_refused_with_a_way_to_train_on_the_chosen_answers(
+    record: dict[str, Any],
+    text: str,
+    answer: str | None,
+    write: Callable[..., Source],
+    template: ChatTemplate,
+) -> None:
+    source = write({**record, "rejected": "bad"})
+    with pytest.raises(DataError, match="kept for a later version") as caught:
+        read(source, template=template)
+    flags = shlex.split(caught.value.hint.partition(": ")[2])
+    given = dict(zip(flags[::2], flags[1::2], strict=True))
+    columns = yaml.safe_load(given["--data.columns"])
+    [found] = read(source, template=template, format=given["--data.format"], columns=columns)
+    assert found.text.startswith(text)
+    if answer is None:  # all of a text
+        assert isinstance(found, Piece) and found.text == text
+    else:
+        assert loss(found) == [answer]
+
+
+def test_chosen_answers_that_no_format_takes_are_to_be_put_behind_their_conversation(
+    write: Callable[..., Source], template: ChatTemplate
+) -> None:
+    source = write({"conversations": SHARED[:1], "chosen": SHARED[1], "rejected": SHARED[1]})
+    with pytest.raises(DataError, match="kept for a later version") as caught:
+        read(source, template=template)
+    assert "put each behind its conversation" in caught.value.hint
 
 
 def test_a_file_of_mixed_formats_is_refused_at_the_line(
