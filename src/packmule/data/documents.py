@@ -130,7 +130,7 @@ def format_of(source: Source, reading: Reading) -> tuple[Format, tuple[str, ...]
     present = [names.get(key, key) for key, value in first.value.items() if value is not None]
     format = asked or guess(present)
     if format is None:
-        raise unknown_columns(str(source.path), first.place, list(first.value))
+        raise unknown_columns(str(source.path), first.place, first.value)
     return format, tuple(first.value)
 
 

@@ -324,9 +324,14 @@ def _listed(value: Any) -> bool:
     return isinstance(value, (list, tuple))
 
 
-def unknown_columns(where: str, place: str, columns: Collection[str]) -> DataError:
-    """The error for columns that tell no format."""
-    keys = ", ".join(map(repr, list(columns)[:8])) or "none"
+def unknown_columns(where: str, place: str, record: Mapping[str, Any]) -> DataError:
+    """The error for a record whose columns tell no format."""
+    keys = ", ".join(map(repr, list(record)[:8])) or "none"
+    if record and all(isinstance(value, Mapping) for value in record.values()):
+        return DataError(
+            f"{where}: {place} is an object of {len(record):,} objects ({keys}), which is no record.",
+            'write records as an array, [{"text": "..."}, ...], or one a line',
+        )
     known = "; ".join(f"{format.name}: {', '.join(format.required)}" for format in reversed(FORMATS))
     return DataError(
         f"{where}: {place} has columns of no known format ({keys}).",

@@ -195,6 +195,7 @@ def test_ids_are_taken_as_they_are(write: Callable[..., Source]) -> None:
 @pytest.mark.parametrize(("record", "message"), [
     ({"title": "x"}, "columns of no known format .'title'."),
     ({}, "columns of no known format .none."),
+    ({"title": {"text": "a"}, "b": {"text": "b"}}, "an object of 2 objects .'title', 'b'."),
     ({"prompt": "a", "chosen": "b", "rejected": "c"}, "preference data .* kept for a later version"),
     ({"messages": "hello"}, '"messages" is not a list of messages'),
     ({"messages": ["hello"]}, 'message 1 of "messages" is not an object'),
