@@ -158,7 +158,8 @@ def test_a_read_only_disk_is_refused_and_the_run_goes_on_elsewhere(base: Base, d
     job: Job = base.on(disk.folder, base.partial(out, PLAN).out, PLAN)
     if disk.mounted:
         disk.remount("ro")
-        job.run().refused(4, str(out), "Read-only file system", "--output-dir")
+        cause = f"{out} cannot be written: Read-only file system."
+        job.run().refused(4, cause, "choose another --output-dir or --disk")
         disk.remount("rw")
     else:
         job.run(limited(0)).refused(4, str(out))

@@ -62,8 +62,9 @@ def _lines(stream: Stream) -> Iterator[Record]:
         except UnicodeDecodeError as error:
             raise not_utf8(stream.path, start + error.start) from None
         except (ValueError, RecursionError) as error:
+            what = f"{error.msg} (column {error.colno})" if isinstance(error, json.JSONDecodeError) else error
             raise DataError(
-                f"{stream.path}: line {number} is not JSON: {error}.", "write one JSON record per line"
+                f"{stream.path}: line {number} is not JSON: {what}.", "write one JSON record per line"
             ) from None
         yield Record(_mapping(value, stream.path, f"line {number}"), f"line {number}", stream.position())
 

@@ -136,6 +136,11 @@ def _check(writer: _Writer, tallies: Sequence[Tally], groups: Groups) -> None:
         return
     names = ", ".join(str(source.path) for group in groups for source in group[:3])
     unanswered = sum(entry.unanswered for entry in writer.entries)
+    if unanswered and {name for tally in tallies for name in tally.formats} == {"tokens"}:
+        raise DataError(
+            f"nothing in the dataset carries loss: all labels of {unanswered} documents are -100 ({names}).",
+            "give tokens that are to be learned their own id in `labels`, or leave `labels` out",
+        )
     if unanswered:
         raise DataError(
             f"nothing in the dataset carries loss: {unanswered} documents hold no answer ({names}).",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import json
+import re
 from typing import Any, Self
 
 from pydantic import BaseModel, ConfigDict, ValidationError
@@ -12,6 +13,24 @@ from packmule.errors import ConfigError
 
 SHOWN = 300
 """Characters of a key or value that a message shows at most: a damaged file's may be as long as it is."""
+
+
+_PROBLEMS = {
+    **dict.fromkeys(("int_type", "int_parsing", "int_from_float"), "is not a whole number"),
+    **dict.fromkeys(("float_type", "float_parsing"), "is not a number"),
+    **dict.fromkeys(("bool_type", "bool_parsing"), "is neither true nor false"),
+    **dict.fromkeys(("string_too_short", "too_short"), "is empty"),
+    **dict.fromkeys(("dict_type", "model_type", "model_attributes_type"), "is not a mapping"),
+    **dict.fromkeys(("list_type", "tuple_type"), "is not a list"),
+    "finite_number": "is not a finite number",
+    "string_type": "is not text",
+    "literal_error": "is not one of {expected}",
+    "greater_than": "is not greater than {gt:g}",
+    "greater_than_equal": "is not greater than or equal to {ge:g}",
+    "less_than": "is not less than {lt:g}",
+    "less_than_equal": "is not less than or equal to {le:g}",
+}
+"""Type of a validation error -> what is wrong with the value."""
 
 
 class Record(BaseModel):
@@ -91,5 +110,13 @@ def _explain(cls: type[BaseModel], error: ValidationError, source: str) -> tuple
         return f"{source}: unknown key `{key}`.", hint
     if first["type"] == "missing":
         return f"{source}: `{key}` is missing.", f"add `{key}`"
-    message = first["msg"].removeprefix("Value error, ")
-    return f"{source}: `{key}` = {_cut(repr(first['input']))}: {message}.", f"change `{key}` in {source}"
+    value, problem = first["input"], _PROBLEMS.get(first["type"])
+    context = first.get("ctx", {})
+    said = f" {problem.format(**context)}" if problem else f": {first['msg'].removeprefix('Value error, ')}"
+    hint = f"change `{key}` in {source}"
+    if first["type"] == "literal_error" and isinstance(value, str):
+        guess = nearest(value, re.findall("'([^']+)'", context["expected"]))
+        hint = f"did you mean `{guess}`?" if guess else hint
+    elif value is None:
+        hint = f"leave `{key}` out, or give it a value"
+    return f"{source}: `{key}` = {_cut(repr(value))}{said}.", hint

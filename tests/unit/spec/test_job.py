@@ -16,7 +16,7 @@ def job(**sections: dict[str, Any]) -> Job:
 
 
 BAD_FIELDS = (
-    ("model", "path", "", "at least 1 character"),
+    ("model", "path", "", "is empty"),
     ("model", "init", "zeros", "'pretrained' or 'random'"),
     ("model", "factory", "vit", "module:function"),
     ("model", "factory", "vit.py:model()", "module:function"),
@@ -24,7 +24,7 @@ BAD_FIELDS = (
     ("data", "val_size", -0.1, "share"),
     ("data", "val_size", 2.5, "whole number"),
     ("data", "val_size", True, "share"),
-    ("data", "path", [""], "at least 1 character"),
+    ("data", "path", [""], "is empty"),
     ("train", "max_seq_length", 1, "greater than or equal to 2"),
     ("train", "global_batch_size", 0, "greater than or equal to 1"),
     ("train", "micro_batch_size", "small", "`auto` or a whole number"),
@@ -74,7 +74,32 @@ def test_a_bad_value_names_source_field_value_and_fix(
     assert f"job.yaml: `{section}.{key}" in message
     assert fix in message
     assert "literal[" not in message
-    assert "hint: change" in message
+    assert "hint: change" in message or "hint: did you mean" in message
+    assert "Input should" not in message
+
+
+@pytest.mark.parametrize(("key", "value", "cause", "hint"), [
+    ("train.max_steps", "ten", "= 'ten' is not a whole number", "change `train.max_steps` in job.yaml"),
+    ("train.max_steps", 1.5, "= 1.5 is not a whole number", "change `train.max_steps` in job.yaml"),
+    ("optim.learning_rate", "1e-4x", "= '1e-4x' is not a number", "change `optim.learning_rate` in job.yaml"),
+    ("optim.learning_rate", None, "= None is not a number",
+     "leave `optim.learning_rate` out, or give it a value"),
+    ("optim.adam_epsilon", 0, "= 0 is not greater than 0", "change `optim.adam_epsilon` in job.yaml"),
+    ("optim.lr_scheduler", "cosin", "= 'cosin' is not one of 'constant', 'linear', 'cosine' or 'wsd'",
+     "did you mean `cosine`?"),
+    ("checkpoint.save_best", "x", "= 'x' is neither true nor false",
+     "change `checkpoint.save_best` in job.yaml"),
+    ("data.columns", "x", "= 'x' is not a mapping", "change `data.columns` in job.yaml"),
+    ("train.output_dir", "", "= '' is empty", "change `train.output_dir` in job.yaml"),
+    ("train.output_dir", [], "= [] is not text", "change `train.output_dir` in job.yaml"),
+])  # fmt: skip
+def test_what_is_wrong_with_a_value_is_said_in_these_words(
+    key: str, value: object, cause: str, hint: str
+) -> None:
+    section, _, name = key.partition(".")
+    with pytest.raises(ConfigError) as caught:
+        job(**{section: {name: value}})
+    assert str(caught.value) == f"job.yaml: `{key}` {cause}.\nhint: {hint}"
 
 
 def test_every_field_refuses_a_nested_mapping() -> None:
