@@ -9,114 +9,20 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
-from tests.cli.bench import MAIN, Bench, Done
-from tests.conftest import SEED
-from tests.exactness.user_modules import ModuleCase, Points, image_of, make, plain_run
+from tests.cli.bench import MAIN, Done
+from tests.cli.modules import COUNT, HELD_OUT, MODULE, STEPS, Modules, entries, state, trained
+from tests.exactness.user_modules import Points, image_of, make
 from torch import nn
 
-from packmule.checkpoint.reader import StateReader
-from packmule.kernels import checksum, load
 from packmule.kernels.contract import Kernels
-from packmule.models.modules.samples import Samples, split
+from packmule.models.modules.samples import split
 from packmule.spec.plan import Plan
-from packmule.tiers.disk import PosixDisk, aligned_buffer
-
-ROOT = Path(__file__).parents[2]
-STEPS, COUNT, HELD_OUT = 5, 40, 7
-MODULE = "tests.exactness.user_modules"
-
-
-class Modules:
-    """Jobs over tests.exactness.user_modules in a bench's folder."""
-
-    def __init__(self, bench: Bench, seed: int) -> None:
-        self.bench, self.seed = bench, seed % 2**31
-
-    def job(self, name: str, **changes: Any) -> Path:
-        text = json.loads(self.bench.job(name).read_text())
-        text["model"] = {"factory": f"{MODULE}:make", "arguments": {"dropout": 0.3, "reports": True}}
-        arguments = {"seed": self.seed, "count": COUNT}
-        text["data"] = {"factory": f"{MODULE}:Points", "arguments": arguments, "val_size": HELD_OUT}
-        text["train"] = {
-            "output_dir": name, "global_batch_size": 6, "max_steps": STEPS, "precision": "fp32",
-            "eval_steps": 3, "seed": self.seed,
-        }  # fmt: skip
-        for key, value in changes.items():
-            section, field = key.split("__")
-            text.setdefault(section, {})[field] = value
-        path = self.bench.folder / f"{name}.yaml"
-        path.write_text(json.dumps(text))
-        return path
-
-    def run(self, *words: str | Path, **variables: str) -> Done:
-        return self.bench.run(*words, PYTHONPATH=self.path, **variables)
-
-    @property
-    def path(self) -> str:
-        """Where the run's processes find this module's neighbours."""
-        return os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
-
-    def plain(
-        self, plan: Plan, kernels: Kernels
-    ) -> tuple[ModuleCase, list[tuple[float, float]], list[bytes]]:
-        """The same run as a plain loop: its case, losses and norms, and the state it ends in."""
-        train, _ = split(COUNT, HELD_OUT, self.seed)
-        samples = Samples(Points(self.seed, COUNT), train, self.seed)
-        case = ModuleCase.of(plan, self.seed, 0.3, samples=samples)
-        trace, images = plain_run(case, STEPS, kernels)
-        return case, trace, images[-1]
-
-
-def entries(run: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (run / "log.jsonl").read_text().splitlines()]
-
-
-def trained(run: Path) -> list[tuple[float, float]]:
-    return [(e["train/loss"], e["train/grad_norm"]) for e in entries(run) if "train/loss" in e]
-
-
-def state(run: Path) -> list[bytes]:
-    """Every plane of every block of the last commit."""
-    found = []
-    with StateReader.open(PosixDisk(), run, checksum()) as reader:
-        for block, record in enumerate(reader.layout.blocks):
-            buffer = aligned_buffer(record.plane_bytes)
-            image = b""
-            for plane in reader.layout.planes:
-                reader.read_plane(block, plane, buffer)
-                image += bytes(buffer)
-            found.append(image)
-    return found
-
-
-@pytest.fixture(scope="module")
-def one_thread() -> Iterator[None]:
-    """As the runs have: sums of other threads may be rounded otherwise."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
-@pytest.fixture(scope="module")
-def kernels() -> Iterator[Kernels]:
-    """What a run with one thread uses."""
-    family = load(1)
-    yield family
-    family.close()
-
-
-@pytest.fixture(scope="module")
-def modules(bench: Bench, request: pytest.FixtureRequest) -> Modules:
-    return Modules(bench, request.config.stash[SEED])
 
 
 @pytest.fixture(scope="module")

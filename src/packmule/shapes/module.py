@@ -71,6 +71,7 @@ class ModuleShape(Record):
     costs: tuple[tuple[Cost, ...], ...] = Field(description="by kind, smallest rows first")
     build_bytes: int = Field(ge=0, description="most that building the modules took at once")
     resident_bytes: int = Field(ge=0, description="of a process that has built them and holds the data set")
+    metrics: tuple[str, ...] = Field(default=("loss",), description="what an evaluation reports")
     sample_bytes: int = Field(default=0, ge=0, description="most of a sample of those looked at, joined")
 
     @model_validator(mode="after")

@@ -27,9 +27,11 @@ from packmule.train.memory import process_memory
 from packmule.train.messages import Request
 from packmule.train.modules import (
     check_build,
+    check_measured,
     data_key,
     import_path,
     measure_modules,
+    origin_of,
     refuse_changed,
     samples_report,
 )
@@ -227,11 +229,13 @@ class _Start:
             self.show.data(report)
             return folder.decoder_shape(), report, data_of(found, folder)
         self.show.phase("measure the model")
+        origin = origin_of(job) if found.head is None else None
         kept = None if found.head is None or self.renumber else found.head.numerics
         shape = measure_modules(job, hardware, budget, kept, self.environment, self.on_event)
         before = folder.module_shape() if found.elsewhere is None else found.elsewhere.module_shape()
         if found.head is not None and before is not None:
             refuse_changed(before, shape)
+        check_measured(job, origin, shape)
         folder.model.mkdir(exist_ok=True)
         folder.write(folder.module, shape.to_json())
         report = samples_report(shape, job)
@@ -243,11 +247,6 @@ class _Start:
         if self.job.model.path is None or self.job.model.init != "pretrained":
             return ""
         origin = RunFolder.at(Path(self.job.model.path))
-        if origin is None and self.job.model.factory is not None:
-            raise ConfigError(
-                f"`model.path` = {self.job.model.path!r} is no run.",
-                "beside `model.factory` give a run of the same modules, or leave it out",
-            )
         return "" if origin is None else str(origin.state)
 
     def _planned(self, situation: Situation, plans: Found) -> Request:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -16,10 +16,10 @@ from packmule.checkpoint.store import StateStore
 from packmule.data.token_bytes import read_token_bytes
 from packmule.data.tokenizer import TextTokenizer
 from packmule.engine.engine import Engine
-from packmule.errors import ConfigError, RunFailed
+from packmule.errors import RunFailed
 from packmule.spec.job import Job
 from packmule.tiers.disk import aligned_buffer
-from packmule.train.folder import HELD_OUT, Log, RunFolder
+from packmule.train.folder import Log, RunFolder
 from packmule.train.memory import memory_now
 from packmule.train.messages import Request, Sender
 from packmule.train.stopping import metric_key, standing
@@ -108,22 +108,9 @@ class Looks:
         if not math.isfinite(metrics["loss"]):
             raise not_finite(f"The held-out loss at step {step}")
         named = {metric_key(part.name, name): value for name, value in metrics.items()}
-        if part.name == HELD_OUT:
-            self._check_metric(metrics)
         self._log.write({"step": step, **named, metric_key(part.name, "targets"): tally.targets})
         seconds = time.monotonic() - began
         self._sender.send("evaluation", step=step, set=part.name, **metrics, seconds=seconds, **memory_now())
-
-    def _check_metric(self, metrics: Mapping[str, float]) -> None:
-        """Whether what steps are judged by is measured: what a user's modules report is known only now."""
-        wanted, train = self._job.train.best_metric, self._job.train
-        asked = self._job.checkpoint.save_best or train.early_stop_patience is not None
-        known = [metric_key(HELD_OUT, name) for name in metrics]
-        if asked and self._job.model.factory is not None and wanted not in known:
-            raise ConfigError(
-                f"`train.best_metric` = {wanted!r} is not measured: the head reports no such value.",
-                f"measured are {', '.join(known)}",
-            )
 
     def sample(self, step: int) -> None:
         """Continue the prompt, unless the log has it.

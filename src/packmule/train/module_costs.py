@@ -104,6 +104,8 @@ def measured(request: GaugeRequest, sender: Sender) -> ModuleShape:
     for block in range(len(model.parts) - 1):
         x = bodies.forward(block, weights[block], x, batch, Draw(0, 0))
         shapes.append(tuple(x.shape[1:]))
+    assert x is not None
+    metrics = tuple(bodies.evaluate(weights[-1], x, batch).metrics())
     _refuse_changed(versions, dict(buffers(model)))
 
     numbers: dict[Any, int] = {}
@@ -135,6 +137,7 @@ def measured(request: GaugeRequest, sender: Sender) -> ModuleShape:
         costs=costs,
         build_bytes=build_bytes,
         resident_bytes=max(0, process_memory().resident - held),
+        metrics=metrics,
         sample_bytes=sample_bytes,
     )
 

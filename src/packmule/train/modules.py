@@ -8,7 +8,7 @@ import json
 import os
 import sys
 from collections.abc import Callable, Iterable, Sequence
-from pathlib import PurePath
+from pathlib import Path, PurePath
 from typing import Any
 
 from packmule.data.report import NamedRows, PrepareReport
@@ -24,10 +24,11 @@ from packmule.spec.hardware import Hardware
 from packmule.spec.job import Job
 from packmule.spec.plan import Numerics
 from packmule.spec.units import format_bytes
-from packmule.train.folder import HELD_OUT
+from packmule.train.folder import HELD_OUT, RunFolder
 from packmule.train.memory import process_memory
 from packmule.train.messages import GaugeRequest
-from packmule.train.situation import WATCH_BYTES, precision_of, threads_of
+from packmule.train.situation import WATCH_BYTES, evaluation_names, judges, precision_of, threads_of
+from packmule.train.stopping import check_metric
 from packmule.train.watch import run_child
 
 RESTORE = "restore the code the run began with, or begin another run in another --output-dir"
@@ -124,15 +125,58 @@ def micro_sizes(cuts: Iterable[Sequence[int]]) -> tuple[int, ...]:
 
 def refuse_changed(before: ModuleShape, now: ModuleShape) -> None:
     """Raise ConfigError where the modules are not those that a run began with."""
+    changed = first_difference(before, now)
+    if changed:
+        raise ConfigError(f"{changed}.", RESTORE)
+
+
+def origin_of(job: Job) -> ModuleShape | None:
+    """The modules of the run that another one's weights are taken from; None where that is not asked for.
+
+    Raises:
+        ConfigError: `model.path` names no run of modules of one's own.
+    """
+    path = job.model.path
+    if path is None:
+        return None
+    run = RunFolder.at(Path(path))
+    shape = None if run is None else run.module_shape()
+    if shape is None:
+        what = "no run" if run is None else "a run of a model that reads text"
+        raise ConfigError(
+            f"`model.path` = {path!r} is {what}.",
+            "beside `model.factory` give a run of the same modules, or leave it out",
+        )
+    return shape
+
+
+def check_measured(job: Job, origin: ModuleShape | None, shape: ModuleShape) -> None:
+    """What a job asks that depends on what its modules are.
+
+    Args:
+        origin: of a fresh run, as `origin_of`.
+
+    Raises:
+        ConfigError: the weights are of other modules, or `train.best_metric` is nothing that they report.
+    """
+    changed = "" if origin is None else first_difference(origin, shape)
+    if changed:
+        raise ConfigError(
+            f"The weights in `model.path` = {job.model.path!r} are of other modules: {changed}.",
+            "give a run of the same modules, or leave it out",
+        )
+    if judges(job):
+        check_metric(job.train.best_metric, evaluation_names(job), shape.metrics)
+
+
+def first_difference(before: ModuleShape, now: ModuleShape) -> str:
+    """The first difference between two models' blocks and parameters, in words; "" where there is none."""
     if len(before.parts) != len(now.parts):
         was, found = len(before.parts) - 2, len(now.parts) - 2
-        raise ConfigError(
-            f"`{now.factory}` gives {found} blocks, and gave {was} when the run began.", RESTORE
-        )
-    for old, new in zip(before.parts, now.parts, strict=True):
-        changed = difference(new.name, old.parameters, new.parameters)
-        if changed:
-            raise ConfigError(f"{changed}.", RESTORE)
+        return f"`{now.factory}` gives {found} blocks, and gave {was}"
+    pairs = zip(before.parts, now.parts, strict=True)
+    differences = (difference(new.name, old.parameters, new.parameters) for old, new in pairs)
+    return next(filter(None, differences), "")
 
 
 def difference(part: str, before: Sequence[TensorRecord], now: Sequence[TensorRecord]) -> str:

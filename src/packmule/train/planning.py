@@ -21,7 +21,14 @@ from packmule.spec.job import Job
 from packmule.spec.plan import Plan
 from packmule.spec.units import format_bytes, format_seconds
 from packmule.train.data import preview_data, preview_tables
-from packmule.train.modules import check_build, measure_modules, module_tables, samples_report
+from packmule.train.modules import (
+    check_build,
+    check_measured,
+    measure_modules,
+    module_tables,
+    origin_of,
+    samples_report,
+)
 from packmule.train.situation import (
     hardware_of,
     make_numerics,
@@ -144,7 +151,9 @@ def _plan_modules(job: Job, environment: Environment, progress: Progress) -> Pla
         if event["event"] == "progress":
             progress(event["phase"], event["done"] / event["total"])
 
+    origin = origin_of(job)
     shape = measure_modules(job, hardware, budget, None, environment, note)
+    check_measured(job, origin, shape)
     report = samples_report(shape, job)
     steps = total_steps(job, report)
     numerics = make_numerics(job, hardware, steps)

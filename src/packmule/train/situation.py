@@ -170,8 +170,7 @@ def make_situation(
         resident = max(hardware.child_baseline_bytes, shape.resident_bytes)
         hardware = hardware.model_copy(update={"child_baseline_bytes": resident})
     if report is None:
-        names = len(job.data.val_path) if job.data.val_path else int(bool(job.data.val_size))
-        evaluations = (train.eval_rows or UNKNOWN_EVALUATION_ROWS,) * names
+        evaluations = (train.eval_rows or UNKNOWN_EVALUATION_ROWS,) * len(evaluation_names(job))
     else:
         evaluations = tuple(
             min(part.rows.rows, train.eval_rows or part.rows.rows) for part in report.validation
@@ -289,7 +288,9 @@ def shape_of(model: Path) -> ModelShape:
     from packmule.data.gguf import read_gguf
     from packmule.data.gguf_config import gguf_config
 
-    model = model_folder(model)
+    run = RunFolder.at(model)
+    if run is not None:
+        return run.decoder_shape()
     if model.is_dir():
         path = model / "config.json"
         try:
@@ -326,16 +327,20 @@ def refuse_unoffered(job: Job) -> None:
     Raises:
         ConfigError: names the key.
     """
-    if job.train.early_stop_patience is not None or job.checkpoint.save_best:
-        names = evaluation_names(job)
-        if job.model.factory is None or not names:
-            check_metric(job.train.best_metric, names)
+    names = evaluation_names(job)
+    if judges(job) and (job.model.factory is None or not names):  # what modules report is not known yet
+        check_metric(job.train.best_metric, names)
     if job.train.update == "on-backward" and job.optim.max_grad_norm:
         raise ConfigError(
             "`train.update` = 'on-backward' updates a block before the global gradient norm is known, "
             f"and `optim.max_grad_norm` = {job.optim.max_grad_norm:g} clips by that norm.",
             "use `--update on-fetch`, or no clipping: `--max-grad-norm 0`",
         )
+
+
+def judges(job: Job) -> bool:
+    """Whether anything depends on `train.best_metric`."""
+    return job.train.early_stop_patience is not None or job.checkpoint.save_best
 
 
 def evaluation_names(job: Job) -> list[str]:

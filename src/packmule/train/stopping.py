@@ -5,7 +5,7 @@ What a run has logged decides, so a run that was interrupted decides as one that
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,12 +18,12 @@ RISING = frozenset({"accuracy"})
 """Metrics that are better when higher; all others are better when lower."""
 
 METRICS = ("loss", "perplexity", "bits_per_byte", "accuracy")
-"""What is measured on each evaluation set."""
+"""What is measured on each evaluation set of a text."""
 
 
-def metric_keys(sets: Iterable[str]) -> list[str]:
+def metric_keys(sets: Iterable[str], metrics: Sequence[str] = METRICS) -> list[str]:
     """Keys of the log for the metrics of evaluation sets."""
-    return [metric_key(name, metric) for name in sets for metric in METRICS]
+    return [metric_key(name, metric) for name in sets for metric in metrics]
 
 
 def metric_key(name: str, metric: str) -> str:
@@ -31,9 +31,9 @@ def metric_key(name: str, metric: str) -> str:
     return f"eval/{metric}" if name == HELD_OUT else f"eval/{name}/{metric}"
 
 
-def check_metric(metric: str, sets: Iterable[str]) -> None:
-    """Raise ConfigError unless a run with these evaluation sets logs the metric."""
-    known = metric_keys(sets)
+def check_metric(metric: str, sets: Iterable[str], metrics: Sequence[str] = METRICS) -> None:
+    """Raise ConfigError unless a run with these evaluation sets and metrics logs the metric."""
+    known = metric_keys(sets, metrics)
     if metric in known:
         return
     if not known:

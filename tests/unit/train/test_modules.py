@@ -30,7 +30,7 @@ def shape(blocks: int = 2, dataset: str = "mine:samples", **changes: Any) -> Mod
 @pytest.mark.parametrize(
     ("now", "said"),
     [
-        (shape(3), "`mine:model` gives 3 blocks, and gave 2 when the run began"),
+        (shape(3), "`mine:model` gives 3 blocks, and gave 2."),
         (shape(shape=(4, 3)), "`blocks.1.weight` is [4, 3] (matrix), and was [3, 4] (matrix)"),
         (shape(role="embedding"), "`blocks.1.weight` is [3, 4] (embedding), and was [3, 4] (matrix)"),
         (shape(name="other"), "`blocks.1` has no parameter `weight`, which it had"),
