@@ -38,7 +38,7 @@ def random_case(row: Architecture, rng: random.Random, seed: int, kernels: Kerne
         inputs="disk",
     )
     plan = make_plan(
-        precision=rng.choice(("fp32", "bf16-mixed", "bf16-wide")),
+        precision=rng.choice(("fp32", "bf16-mixed", "bf16-wide", "fp64")),
         micro_rows=(2, 1),
         placement=placement,
         update=rng.choice(("after-backward", "on-fetch")),

@@ -10,6 +10,8 @@ from pathlib import Path
 import gguf
 import numpy as np
 import pytest
+import torch
+from safetensors.torch import save_file
 from tests.unit.data.samples import close
 from tests.unit.weights import k_quants
 
@@ -173,9 +175,10 @@ def test_biases_of_a_gguf_are_in_its_config(tmp_path: Path) -> None:
     assert config["attention_bias"] is True and config["mlp_bias"] is False
 
 
-def save_folder(folder: Path, tensors: dict[str, np.ndarray], shards: int) -> None:
-    from safetensors.numpy import save_file
-
+def save_folder(
+    folder: Path, weights: dict[str, np.ndarray], shards: int, dtype: torch.dtype | None = None
+) -> None:
+    tensors = {name: torch.from_numpy(value).to(dtype) for name, value in weights.items()}
     folder.mkdir(exist_ok=True)
     if shards == 1:
         save_file(tensors, folder / "model.safetensors")
@@ -190,14 +193,16 @@ def save_folder(folder: Path, tensors: dict[str, np.ndarray], shards: int) -> No
 
 
 @pytest.mark.parametrize("shards", [1, 3])
-@pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64])
-def test_safetensors_weights_are_read_exactly(dtype: type, shards: int, tmp_path: Path, seed: int) -> None:
-    stored = {name: value.astype(dtype) for name, value in random_weights(SHAPE, seed).items()}
-    save_folder(tmp_path / "hf", stored, shards)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+def test_safetensors_weights_are_read_exactly(
+    dtype: torch.dtype, shards: int, tmp_path: Path, seed: int
+) -> None:
+    stored = random_weights(SHAPE, seed)
+    save_folder(tmp_path / "hf", stored, shards, dtype)
     with WeightSource.open(prepared(tmp_path / "m", folder_manifest(tmp_path / "hf"))) as source:
         source.check(SHAPE)
         for block, parameter in parameters(SHAPE):
-            expected = stored[hf_name(block, parameter)].astype(np.float32)
+            expected = torch.from_numpy(stored[hf_name(block, parameter)]).to(dtype).float().numpy()
             for chunk_bytes in (1, 5000, 1 << 20):
                 assert np.array_equal(read(source, block, parameter, chunk_bytes), expected)
 
