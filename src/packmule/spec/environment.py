@@ -23,7 +23,8 @@ class Environment:
         cache: folder of measurements kept between runs: PACKMULE_CACHE, or packmule under
             XDG_CACHE_HOME, or ~/.cache/packmule.
         debug: PACKMULE_DEBUG: errors show their traceback.
-        hf_home: HF_HOME, where Hugging Face tools keep models, or None.
+        hf_hub: where Hugging Face tools keep models: HF_HUB_CACHE, or hub in HF_HOME, or in huggingface
+            under XDG_CACHE_HOME, or in ~/.cache/huggingface.
         tmpdir: TMPDIR, or /tmp.
         omp_num_threads: OMP_NUM_THREADS as a number, or None.
         no_color: NO_COLOR is set (https://no-color.org).
@@ -33,7 +34,7 @@ class Environment:
     variables: tuple[tuple[str, str], ...]
     cache: Path
     debug: bool
-    hf_home: Path | None
+    hf_hub: Path
     tmpdir: Path
     omp_num_threads: int | None
     no_color: bool
@@ -56,7 +57,9 @@ def read_environment(variables: Mapping[str, str] | None = None) -> Environment:
         ),
         cache=Path(found["PACKMULE_CACHE"]) if found.get("PACKMULE_CACHE") else base / "packmule",
         debug=found.get("PACKMULE_DEBUG", "").lower() not in ("", "0", "false"),
-        hf_home=Path(found["HF_HOME"]) if found.get("HF_HOME") else None,
+        hf_hub=Path(
+            found.get("HF_HUB_CACHE") or Path(found.get("HF_HOME") or base / "huggingface") / "hub"
+        ).expanduser(),
         tmpdir=Path(found.get("TMPDIR") or "/tmp"),
         omp_num_threads=int(threads) if threads.isdigit() and int(threads) > 0 else None,
         no_color=bool(found.get("NO_COLOR")),

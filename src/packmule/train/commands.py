@@ -27,7 +27,7 @@ from packmule.train.memory import process_memory
 from packmule.train.messages import Request
 from packmule.train.modules import check_imports, import_path, samples_report
 from packmule.train.results import Checked, Evaluation
-from packmule.train.situation import RESERVE, shape_of, text_positions, tokenizer_bytes
+from packmule.train.situation import RESERVE, model_folder, shape_of, text_positions, tokenizer_bytes
 from packmule.train.watch import run_child
 
 
@@ -277,6 +277,7 @@ def info(path: Path, environment: Environment) -> dict[str, Any]:
         ConfigError: it is none of them.
     """
     path = path.expanduser()
+    path = path if path.exists() else model_folder(path)
     if not path.exists():
         raise ConfigError(
             f"{path} does not exist.", "give a run, a checkpoint-N, a model folder or a .gguf file"

@@ -30,6 +30,7 @@ from packmule.tiers.disk import PosixDisk
 from packmule.train.commands import commit_of, prepare_text
 from packmule.train.folder import RunFolder
 from packmule.train.results import CutVocabulary, Exported
+from packmule.train.situation import model_folder
 from packmule.train.transfer import exporter
 
 _DTYPES: dict[str, tuple[ExportDtype | None, GgufDtype]] = {
@@ -86,6 +87,7 @@ def export(
         PackmuleError: see the parts.
     """
     source, output = source.expanduser(), output.expanduser()
+    source = source if source.exists() else model_folder(source)
     folder = RunFolder.at(source)
     if folder is None and not (source.is_file() or (source / "config.json").exists()):
         raise ConfigError(

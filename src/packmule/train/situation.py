@@ -11,6 +11,7 @@ from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 
+from packmule.data.hub import downloaded, is_hub_id
 from packmule.data.prune import ids_of_data
 from packmule.data.report import PrepareReport
 from packmule.data.sources import find_files
@@ -22,7 +23,7 @@ from packmule.probe import load as load_hardware
 from packmule.shapes.bodies import dtypes
 from packmule.shapes.model import ModelShape
 from packmule.shapes.module import ModuleShape, Shape
-from packmule.spec.environment import Environment
+from packmule.spec.environment import Environment, read_environment
 from packmule.spec.growth import steps_for
 from packmule.spec.hardware import Hardware
 from packmule.spec.job import Job
@@ -277,8 +278,11 @@ def with_own_memory(situation: Situation, tokenizer: int, growth: int = RESERVE)
 
 
 def model_folder(model: str | Path) -> Path:
-    """Where a model's config and tokenizer lie: of a run or snapshot, in its model/."""
+    """Where a model's config and tokenizer lie: of a run or snapshot, in its model/; of one that was
+    downloaded, in the cache of Hugging Face tools."""
     path = Path(model).expanduser()
+    if not path.exists():
+        path = downloaded(str(model), read_environment().hf_hub) or path
     run = RunFolder.at(path)
     return path if run is None else run.model
 
@@ -291,6 +295,7 @@ def shape_of(model: Path) -> ModelShape:
     run = RunFolder.at(model)
     if run is not None:
         return run.decoder_shape()
+    model = model_folder(model)
     if model.is_dir():
         path = model / "config.json"
         try:
@@ -305,7 +310,11 @@ def shape_of(model: Path) -> ModelShape:
             raise ConfigError(f"{path} cannot be read: {error}.", "restore it") from None
         return ModelShape.from_config(config, str(path))
     if not model.exists():
-        raise ConfigError(f"model {model} does not exist.", "give a Hugging Face folder or a .gguf file")
+        hint, cause = "give a Hugging Face folder or a .gguf file", f"model {model} does not exist"
+        if is_hub_id(str(model)):
+            cause += f", and has not been downloaded either ({read_environment().hf_hub})"
+            hint += f", or download it: hf download {model}"
+        raise ConfigError(f"{cause}.", hint)
     return ModelShape.from_config(gguf_config(read_gguf(model)), str(model))
 
 
