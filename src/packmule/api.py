@@ -104,7 +104,7 @@ def train(job: JobLike = None, /, *, renumber: bool = False, quiet: bool = False
     found.require_data()
     launch(found, environment, renumber=renumber, quiet=quiet, json_lines=False)
     run = Run(found.train.output_dir)
-    factories = (found.model.factory, found.data.factory)
+    factories = (found.model.factory, found.data.factory, found.data.val_factory)
     run._imports = tuple(name.rpartition(":")[0] for name in factories if name is not None)
     return run
 

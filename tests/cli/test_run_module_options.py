@@ -2,29 +2,37 @@
 
 from __future__ import annotations
 
+import json
 import random
 import shutil
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from tests.cli.bench import Done
-from tests.cli.modules import STEPS, Modules, entries, plan_of, state, trained
-from tests.exactness.user_modules import ModuleCase, plain_run
+from tests.cli.modules import COUNT, MODULE, STEPS, Modules, entries, plan_of, state, trained
+from tests.exactness.user_modules import ModuleCase, Points, plain_losses, plain_run
 
 from packmule.kernels.contract import Kernels
-from packmule.models.modules.samples import SampleBatch
+from packmule.models.modules.samples import SampleBatch, Samples
 
 BEST_STEPS = 8
 
 
+def judged_on(modules: Modules) -> dict[str, int]:
+    """The samples that runs are judged on which do not hold some of theirs out."""
+    return {"seed": modules.seed + 1, "count": 15}
+
+
 @pytest.fixture(scope="module")
 def judged(modules: Modules) -> Done:
-    """A run judged after each step by a metric of the head's, at a rate at which it may well get worse."""
+    """A run judged on samples of their own after each step, at a rate at which it may well get worse."""
     path = modules.job(
         "judged", train__eval_steps=1, train__best_metric="accuracy", train__max_steps=BEST_STEPS,
-        data__val_size=15, checkpoint__save_best=True, optim__learning_rate=0.1,
+        data__val_factory=f"{MODULE}:Points", data__val_arguments=judged_on(modules),
+        checkpoint__save_best=True, checkpoint__save_steps=4, optim__learning_rate=0.1,
     )  # fmt: skip
     return modules.run("train", path.name, "--json").succeeded()
 
@@ -36,11 +44,31 @@ def test_the_step_that_the_heads_own_metric_calls_best_is_kept(
     found = {e["step"]: e["eval/accuracy"] for e in entries(run) if "eval/accuracy" in e}
     assert [*found] == list(range(BEST_STEPS + 1))
     best = max(found, key=lambda step: (found[step], -step))
-    _, images = plain_run(modules.case(plan_of(run), held_out=15), BEST_STEPS, kernels)
+    _, images = plain_run(modules.case(plan_of(run), held_out=0), BEST_STEPS, kernels)
     assert state(run / "best") == images[best]
     assert state(run) == images[-1] != images[0]
     assert modules.run("info", "judged", "--json").succeeded().json["best step"] == best
     modules.run("verify", "judged/best").succeeded()
+
+
+def test_samples_of_their_own_are_judged_on_and_all_others_trained_on(
+    judged: Done, modules: Modules, one_thread: None
+) -> None:
+    run = modules.bench.folder / "judged"
+    assert {row for e in entries(run) for row in e.get("rows", ())} == set(range(COUNT))
+    own = Samples(Points(**judged_on(modules)), np.arange(15), modules.seed)
+    case = modules.case(plan_of(run), held_out=0)
+    for name in ("judged", "judged/best"):
+        folder = modules.bench.folder / name
+        losses = plain_losses(case, masters_of(case, folder), own.micro_batch(range(15)), None)
+        step = json.loads((folder / "HEAD.json").read_text())["step"]
+        (logged,) = (e for e in entries(run) if e["step"] == step and "eval/loss" in e)
+        assert logged["eval/loss"] == pytest.approx(float(losses.double().mean()), rel=1e-5)
+    said = modules.run("eval", "judged/best", "--import", MODULE, "--json").succeeded().json
+    assert (said["step"], said["rows"], said["accuracy"]) == (step, 15, logged["eval/accuracy"])
+    assert said["loss"] == pytest.approx(logged["eval/loss"], rel=1e-6)
+    described = modules.run("info", "judged", "--json").succeeded().json
+    assert (described["validation data set"], described["validation samples"]) == (f"{MODULE}:Points", 15)
 
 
 def masters_of(case: ModuleCase, run: Path) -> list[dict[str, torch.Tensor]]:
@@ -61,7 +89,7 @@ def masters_of(case: ModuleCase, run: Path) -> list[dict[str, torch.Tensor]]:
 def test_a_warm_start_begins_with_the_weights_of_another_run_and_nothing_else_of_it(
     judged: Done, modules: Modules, kernels: Kernels, one_thread: None
 ) -> None:
-    origin = random.Random(modules.seed).choice(["judged", "judged/best"])
+    origin = random.Random(modules.seed).choice(["judged", "judged/checkpoint-4"])
     path = modules.job("warm", model__path=origin)
     modules.run("train", path.name).succeeded()
     run = modules.bench.folder / "warm"

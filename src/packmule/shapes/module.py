@@ -52,6 +52,14 @@ class ModulePart(Record):
     parameters: tuple[TensorRecord, ...] = Field(min_length=1)
 
 
+class ValidationSamples(Record):
+    """A user's samples to evaluate on that are not held out of those he trains on."""
+
+    dataset: str = Field(description="`module:function` that makes them")
+    arguments: dict[str, Any] = Field(default_factory=dict)
+    samples: int = Field(ge=1)
+
+
 class ModuleShape(Record):
     """A user's model (OUT/model/module.json).
 
@@ -66,6 +74,7 @@ class ModuleShape(Record):
     dataset_arguments: dict[str, Any] = Field(default_factory=dict)
     precision: str = Field(description="that the costs were measured in")
     samples: int = Field(ge=1, description="length of the data set")
+    validation: ValidationSamples | None = Field(default=None, description="where he has some of their own")
     mean_targets: float = Field(gt=0, description="losses of a sample, on average of those looked at")
     parts: tuple[ModulePart, ...] = Field(min_length=3)
     costs: tuple[tuple[Cost, ...], ...] = Field(description="by kind, smallest rows first")

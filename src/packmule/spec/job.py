@@ -149,6 +149,16 @@ class Data(Section):
         default=None, description="a function that makes a data set for one's own modules"
     )
     arguments: dict[str, Any] = Field(default={}, description="of the factory")
+    val_factory: Factory = Field(
+        default=None, description="a function that makes samples to evaluate on; val_size is then unused"
+    )
+    val_arguments: dict[str, Any] = Field(default={}, description="of val_factory")
+
+    @property
+    def held_out(self) -> float:
+        """Share, or number, of the data's own documents or samples that are held out."""
+        own = self.val_path or self.val_factory is not None
+        return 0.0 if own else float(self.val_size)
 
     @property
     def sources(self) -> tuple[DataSource, ...]:
@@ -175,6 +185,10 @@ class Data(Section):
             )
         if self.arguments and self.factory is None:
             raise ConfigError("`data.arguments` are given without `data.factory`.", "name the function too")
+        if self.val_arguments and self.val_factory is None:
+            raise ConfigError(
+                "`data.val_arguments` are given without `data.val_factory`.", "name the function too"
+            )
         names = [found.name for found in self.val_path]
         if len(set(names)) < len(names):
             twice = next(name for name in names if names.count(name) > 1)
@@ -381,10 +395,11 @@ TEXT_ONLY = {
     **dict.fromkeys(
         (
             *("data.path", "data.format", "data.columns", "data.train_on", "data.chat_template"),
-            *("data.long_documents", "data.deduplicate", "data.val_path"),
+            *("data.long_documents", "data.deduplicate"),
         ),
         "samples come from `data.factory`",
     ),
+    "data.val_path": "samples to evaluate on come from `data.val_factory`, or are held out",
     "train.max_seq_length": "a row is one sample",
     "train.max_tokens": "samples have no tokens to count; use max_steps or epochs",
     "train.sample_prompt": "modules of one's own continue no text",
@@ -428,8 +443,14 @@ class Job(Record):
 
     def _check_factories(self) -> None:
         """Modules of one's own go with data of one's own, and with no setting that only text has."""
-        model, data = self.model.factory, self.data.factory
+        model, data, judged = self.model.factory, self.data.factory, self.data.val_factory
         if model is None and data is None:
+            if judged is not None:
+                raise ConfigError(
+                    f"`data.val_factory` = {judged!r} makes samples for modules of one's own, and there is "
+                    "no `model.factory`.",
+                    "text to evaluate on goes by `data.val_path`",
+                )
             return
         if model is None:
             raise ConfigError(

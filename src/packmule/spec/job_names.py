@@ -18,6 +18,7 @@ _BY_FIELD = {
     "data.chat_template": "template chat_template_path",
     "data.deduplicate": "dedup deduplication near_duplicates",
     "data.long_documents": "long_sequences excess_length_strategy overlong",
+    "data.val_factory": "eval_factory eval_dataset_factory val_dataset_factory",
     "data.val_size": "val_set_size validation_split test_size",
     "data.val_path": "validation_file eval_dataset val_dataset",
     "train.best_metric": "metric_for_best_model",

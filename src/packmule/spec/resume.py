@@ -74,7 +74,8 @@ TABLE = (
     Row(
         "evaluation, samples, early stop, time limit",
         (
-            *("data.val_path", "train.eval_steps", "train.eval_rows", "train.best_metric"),
+            *("data.val_path", "data.val_factory", "data.val_arguments"),
+            *("train.eval_steps", "train.eval_rows", "train.best_metric"),
             *("train.early_stop_patience", "train.early_stop_min_delta", "train.max_minutes"),
             *("train.sample_prompt", "train.sample_tokens"),
         ),
@@ -214,7 +215,7 @@ def _value(job: Job, key: str) -> Any:
     value = getattr(getattr(job, section), name)
     if key in ("model.path", "model.factory"):
         return PurePath(value or "").name
-    if key == "data.val_size" and job.data.val_path:
+    if key == "data.val_size" and not job.data.held_out:
         return 0
     return value
 

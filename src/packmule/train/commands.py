@@ -98,13 +98,15 @@ def _evaluate_modules(
     job = folder.job()
     held_out = samples_report(shape, job).validation
     if not held_out:
-        raise ConfigError(f"{folder.path} holds no samples out.", "train with `data.val_size`")
+        raise ConfigError(
+            f"{folder.path} holds no samples out.", "train with `data.val_size` or `data.val_factory`"
+        )
     if name not in (None, held_out[0].name):
         raise ConfigError(
             f"{folder.path} has no evaluation set {name!r}.", f"it has {held_out[0].name}; leave --set out"
         )
     count = held_out[0].rows.rows
-    more = {"import_path": import_path(), "val_size": float(job.data.val_size)}
+    more = {"import_path": import_path(), "val_size": job.data.held_out}
     counts = (min(rows or count, count),)
     result = _run(folder, environment, head, ram_bytes, "evaluate", folder.data, 1.0, counts, (), 0, more)
     found = result["evaluation"]
@@ -289,10 +291,14 @@ def info(path: Path, environment: Environment) -> dict[str, Any]:
 
 def _shape_info(shape: Shape) -> dict[str, Any]:
     if isinstance(shape, ModuleShape):
+        own = shape.validation
         return {
             "modules": shape.factory,
             "data set": shape.dataset,
             "samples": shape.samples,
+            **(
+                {} if own is None else {"validation data set": own.dataset, "validation samples": own.samples}
+            ),
             "parameters": shape.numel,
             "layers": shape.layers,
         }

@@ -38,7 +38,7 @@ def prepare_request(job: Job, out: Path, ram_bytes: int | None = None) -> Prepar
         long_documents=data.long_documents,
         deduplicate=data.deduplicate,
         max_seq_length=job.train.max_seq_length,
-        val_size=0.0 if data.val_path else float(data.val_size),
+        val_size=data.held_out,
         validation=tuple(NamedData(name=found.name, dataset=found.path) for found in data.val_path),
         seed=job.train.seed,
         out=str(out),

@@ -215,7 +215,7 @@ class _Start:
             seconds=self._seconds(),
             changed=tuple(changed),
             import_path=() if job.model.factory is None else import_path(),
-            val_size=float(job.data.val_size),
+            val_size=job.data.held_out,
         )
         folder.write(folder.config, job.to_yaml())
         return self._planned(situation, plans)

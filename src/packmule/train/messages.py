@@ -8,6 +8,8 @@ import sys
 from collections.abc import Callable
 from typing import Any, Literal, TextIO
 
+from pydantic import Field
+
 from packmule.errors import PackmuleError
 from packmule.spec.plan import Precision
 from packmule.spec.records import Record
@@ -70,6 +72,7 @@ class GaugeRequest(Record):
         rows: sizes of micro-batches.
         ram_bytes: what that process may hold; larger micro-batches are left out.
         import_path: where the caller imports from.
+        validation: `module:function` of the samples to evaluate on; None where some are held out.
     """
 
     model: str
@@ -82,6 +85,8 @@ class GaugeRequest(Record):
     threads: int
     ram_bytes: int
     import_path: tuple[str, ...]
+    validation: str | None = None
+    validation_arguments: dict[str, Any] = Field(default_factory=dict)
 
 
 class Sender:

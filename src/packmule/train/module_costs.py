@@ -18,10 +18,10 @@ import packmule.train.loop  # noqa: F401  (a training child holds it too)
 from packmule.errors import ConfigError, DoesNotFit
 from packmule.models.modules.bodies import ModuleBodies
 from packmule.models.modules.build import Building, Part, buffers
-from packmule.models.modules.samples import Draw, Samples, open_dataset
+from packmule.models.modules.samples import VALIDATION, Draw, Samples, open_dataset
 from packmule.models.views import TORCH_DTYPES
 from packmule.shapes.bodies import DTYPES
-from packmule.shapes.module import Cost, ModulePart, ModuleShape
+from packmule.shapes.module import Cost, ModulePart, ModuleShape, ValidationSamples
 from packmule.spec.units import format_bytes
 from packmule.train.memory import is_out_of_memory, limit_data, process_memory, trim_malloc, untouched_bytes
 from packmule.train.messages import GaugeRequest, Sender
@@ -76,6 +76,9 @@ def measured(request: GaugeRequest, sender: Sender) -> ModuleShape:
     torch.set_num_threads(request.threads)
     types = DTYPES[request.precision]
     dataset = open_dataset(request.dataset, request.dataset_arguments, request.seed)
+    validation = None
+    if request.validation is not None:
+        validation = open_dataset(request.validation, request.validation_arguments, request.seed, VALIDATION)
     before = process_memory().resident
     alike: dict[Any, dict[str, Tensor]] = {}
     building = Building(request.model, request.arguments, request.seed, types.compute)
@@ -98,14 +101,12 @@ def measured(request: GaugeRequest, sender: Sender) -> ModuleShape:
     limit_data(request.ram_bytes, untouched_bytes(request.threads))
 
     versions = {name: buffer._version for name, buffer in buffers(model)}
-    shapes: list[tuple[int, ...] | None] = [None]
-    batch = bodies.batch(samples.micro_batch((0,)))
-    x: Tensor | None = None
-    for block in range(len(model.parts) - 1):
-        x = bodies.forward(block, weights[block], x, batch, Draw(0, 0))
-        shapes.append(tuple(x.shape[1:]))
-    assert x is not None
-    metrics = tuple(bodies.evaluate(weights[-1], x, batch).metrics())
+    shapes, _ = _chain(bodies, weights, samples, Draw(0, 0))
+    judged = samples
+    if validation is not None:
+        judged = Samples(validation, np.arange(len(validation)), request.seed, model.targets, VALIDATION)
+    seen, metrics = _chain(bodies, weights, judged, None)
+    refuse_unlike([part.name for part in model.parts], shapes, seen)
     _refuse_changed(versions, dict(buffers(model)))
 
     numbers: dict[Any, int] = {}
@@ -120,9 +121,9 @@ def measured(request: GaugeRequest, sender: Sender) -> ModuleShape:
         records = tensor_records(part)
         parts.append(ModulePart(name=part.name, kind=numbers[key], row_shape=out or (), parameters=records))
     targets, sample_bytes = _looked_at(samples)
+    sample_bytes = max(sample_bytes, _looked_at(judged)[1])
     gc.freeze()  # what is there stays: collecting need not go through it each time
     costs = _costs(bodies, kinds, samples, sorted(request.rows), sender)
-    del x, batch
     trim_malloc()
     held = sum(value.nbytes for named in alike.values() for value in named.values())
     return ModuleShape(
@@ -132,6 +133,11 @@ def measured(request: GaugeRequest, sender: Sender) -> ModuleShape:
         dataset_arguments=request.dataset_arguments,
         precision=request.precision,
         samples=len(dataset),
+        validation=None
+        if request.validation is None
+        else ValidationSamples(
+            dataset=request.validation, arguments=request.validation_arguments, samples=len(judged)
+        ),
         mean_targets=max(1e-9, targets),
         parts=tuple(parts),
         costs=costs,
@@ -174,6 +180,20 @@ def looks(structures: Sequence[object], settings: Sequence[Settings]) -> list[ob
     ]
 
 
+def _chain(
+    bodies: ModuleBodies, weights: Sequence[Mapping[str, Tensor]], samples: Samples, draw: Draw | None
+) -> tuple[list[tuple[int, ...] | None], tuple[str, ...]]:
+    """(shape of a row of each block's input, what an evaluation reports) of the first sample."""
+    batch = bodies.batch(samples.micro_batch(samples.numbers(0, 1)))
+    x: Tensor | None = None
+    shapes: list[tuple[int, ...] | None] = [None]
+    for block, named in enumerate(weights[:-1]):
+        x = bodies.forward(block, named, x, batch, draw)
+        shapes.append(tuple(x.shape[1:]))
+    assert x is not None
+    return shapes, tuple(bodies.evaluate(weights[-1], x, batch).metrics())
+
+
 def _looked_at(samples: Samples) -> tuple[float, int]:
     """(targets on average, most bytes) of some samples."""
     count = min(len(samples), LOOKED_AT)
@@ -193,6 +213,19 @@ def _check_room(ram_bytes: int) -> None:
             f"leaves {format_bytes(max(0, ram_bytes))} for them and everything else.",
             "raise --ram; data that is read when it is asked for takes less than data that is held",
         )
+
+
+def refuse_unlike(
+    names: Sequence[str], shapes: Sequence[tuple[int, ...] | None], seen: Sequence[tuple[int, ...] | None]
+) -> None:
+    """Raise ConfigError where what lies between blocks depends on which data set a sample is of."""
+    for name, trained, judged in zip(names, shapes[1:], seen[1:], strict=False):
+        if trained != judged:
+            raise ConfigError(
+                f"`{name}` gave {judged} for a sample that is evaluated on, and {trained} for one that is "
+                "trained on.",
+                "give one size per sample, the same for all: pad or cut what is longer",
+            )
 
 
 def _refuse_changed(before: Mapping[str, int], after: Mapping[str, Tensor]) -> None:

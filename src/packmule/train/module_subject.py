@@ -18,7 +18,7 @@ from packmule.errors import ConfigError
 from packmule.kernels.contract import Kernels
 from packmule.models.modules.bodies import ModuleBodies
 from packmule.models.modules.build import Building, Part
-from packmule.models.modules.samples import Samples, open_dataset, split
+from packmule.models.modules.samples import VALIDATION, Samples, open_dataset, split
 from packmule.models.weights.export import export_bytes
 from packmule.models.weights.module_export import BUFFERS, write_modules
 from packmule.models.weights.rows import Tensors
@@ -55,11 +55,7 @@ class ModuleSubject(Subject):
         numerics = plan.numerics
         self._types = DTYPES[numerics.precision]
         dataset = open_dataset(shape.dataset, shape.dataset_arguments, numerics.seed)
-        if len(dataset) != shape.samples:
-            raise ConfigError(
-                f"The data set has {len(dataset):,} samples, and had {shape.samples:,} when it was measured.",
-                "run the same command again",
-            )
+        _refuse_length("The data set", dataset, shape.samples)
         train, held_out = split(len(dataset), request.val_size, numerics.seed)
         self._building = Building(shape.factory, shape.arguments, numerics.seed, self._types.compute)
         if len(self._building) != len(shape.parts):
@@ -69,6 +65,11 @@ class ModuleSubject(Subject):
         targets = self._building.targets
         self._samples = Samples(dataset, train, numerics.seed, targets)
         judged = Samples(dataset, held_out, numerics.seed, targets)
+        own = shape.validation
+        if own is not None:
+            dataset = open_dataset(own.dataset, own.arguments, numerics.seed, VALIDATION)
+            _refuse_length("The validation data set", dataset, own.samples)
+            judged = Samples(dataset, np.arange(own.samples), numerics.seed, targets, VALIDATION)
         self._buffers: dict[str, Tensor] = {}
         self._bodies: ModuleBodies | None = None
 
@@ -127,6 +128,14 @@ class ModuleSubject(Subject):
 
     def export(self, folder: Path, tensors: Tensors) -> None:
         write_modules(folder, self._shape, tensors, "float32", self._folder.model)
+
+
+def _refuse_length(what: str, dataset: Sized, measured: int) -> None:
+    if len(dataset) != measured:
+        raise ConfigError(
+            f"{what} has {len(dataset):,} samples, and had {measured:,} when it was measured.",
+            "run the same command again",
+        )
 
 
 def _blocks(parts: Sized) -> str:

@@ -69,6 +69,8 @@ def measure_modules(
             threads=threads,
             ram_bytes=budget - process_memory().peak - WATCH_BYTES,
             import_path=import_path(),
+            validation=job.data.val_factory,
+            validation_arguments=job.data.val_arguments,
         )
         report: dict[str, Any] = {}
         done = 0
@@ -109,11 +111,15 @@ def check_imports(shape: ModuleShape, allowed: Sequence[str]) -> None:
     Raises:
         ConfigError: names what has to be imported and is not allowed.
     """
-    needed = dict.fromkeys(factory.rpartition(":")[0] for factory in (shape.factory, shape.dataset))
+    factories = [shape.factory, shape.dataset]
+    if shape.validation is not None:
+        factories.append(shape.validation.dataset)
+    needed = dict.fromkeys(factory.rpartition(":")[0] for factory in factories)
     missing = [module for module in needed if module not in allowed]
     if missing:
+        first, last = ", ".join(f"`{factory}`" for factory in factories[:-1]), f"`{factories[-1]}`"
         raise ConfigError(
-            f"This run was trained with `{shape.factory}` and `{shape.dataset}`, which have to be imported.",
+            f"This run was trained with {first} and {last}, which have to be imported.",
             f"if they are yours, say so: {' '.join(f'--import {module}' for module in missing)}",
         )
 
@@ -226,7 +232,8 @@ def data_key(shape: ModuleShape) -> str:
 
 def samples_report(shape: ModuleShape, job: Job) -> PrepareReport:
     """The data as data preparation reports it: a sample is a document, and a row, of one token."""
-    held_out = int(validation_documents(shape.samples, float(job.data.val_size), job.train.seed).sum())
+    held_out = int(validation_documents(shape.samples, job.data.held_out, job.train.seed).sum())
+    judged = held_out if shape.validation is None else shape.validation.samples
 
     def meta(count: int) -> RowsMeta:
         return RowsMeta(
@@ -246,7 +253,7 @@ def samples_report(shape: ModuleShape, job: Job) -> PrepareReport:
         documents=shape.samples,
         tokens=shape.samples,
         train=meta(shape.samples - held_out),
-        validation=(NamedRows(name=HELD_OUT, rows=meta(held_out)),) if held_out else (),
+        validation=(NamedRows(name=HELD_OUT, rows=meta(judged)),) if judged else (),
         train_fill_percent=100.0,
         reused=False,
         seconds=0.0,
@@ -257,12 +264,15 @@ def samples_report(shape: ModuleShape, job: Job) -> PrepareReport:
 def module_tables(shape: ModuleShape, report: PrepareReport) -> list[Table]:
     """What people are shown of the modules and their data."""
     held_out = sum(found.rows.rows for found in report.validation)
+    judged = ("held out", f"{held_out:,} samples" if held_out else "nothing")
+    if shape.validation is not None:
+        judged = ("validation data set", f"{shape.validation.dataset}: {shape.validation.samples:,} samples")
     rows = [
         ("modules", f"{shape.factory}: {shape.numel:,} parameters in {len(shape.parts)} blocks"),
         *((_names(shape, kind), _cost(shape, kind)) for kind in range(len(shape.costs))),
         ("data set", f"{shape.dataset}: {shape.samples:,} samples"),
         ("training samples", f"{report.train.rows:,}"),
-        ("held out", f"{held_out:,} samples" if held_out else "nothing"),
+        judged,
     ]
     return [Table("modules and samples", tuple(rows))]
 

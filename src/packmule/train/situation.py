@@ -356,7 +356,7 @@ def evaluation_names(job: Job) -> list[str]:
     """Names of the sets that a job evaluates on."""
     if job.data.val_path:
         return [part.name for part in job.data.val_path]
-    return [HELD_OUT] if job.data.val_size else []
+    return [HELD_OUT] if job.data.val_factory is not None or job.data.val_size else []
 
 
 def check_inputs(job: Job) -> None:

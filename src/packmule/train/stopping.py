@@ -39,7 +39,8 @@ def check_metric(metric: str, sets: Iterable[str], metrics: Sequence[str] = METR
     if not known:
         raise ConfigError(
             f"`train.best_metric` = {metric!r} is never measured: there is nothing to evaluate on.",
-            "hold data out with `data.val_size`, or give `data.val_path`",
+            "hold data out with `data.val_size`, or give `data.val_path` (`data.val_factory`, for modules of "
+            "one's own)",
         )
     guess = nearest(metric, known)
     raise ConfigError(

@@ -226,7 +226,8 @@ def test_modules_of_ones_own_need_no_path() -> None:
         ("data", "factory", None, "`data.factory` is missing"),
         ("model", "factory", None, "`model.path` is null"),
         ("data", "path", ["a.txt"], "samples come from `data.factory`"),
-        ("data", "val_path", ["a.txt"], "samples come from `data.factory`"),
+        ("data", "val_path", ["a.txt"], "samples to evaluate on come from `data.val_factory`"),
+        ("data", "val_factory", "vit", "name a function: `module:function`"),
         ("model", "init", "random", "the factory draws or reads the weights"),
         ("train", "max_seq_length", 64, "a row is one sample"),
         ("train", "max_tokens", 64, "use max_steps or epochs"),
@@ -250,8 +251,20 @@ def test_arguments_need_their_function() -> None:
         job(model={"path": "m", "arguments": {"width": 3}})
     with pytest.raises(ConfigError, match=r"`data\.arguments` are given without"):
         job(data={"arguments": {"count": 3}})
-    with pytest.raises(ConfigError, match=r"there is no `model\.factory`"):
-        job(data={"factory": "a:b"})
+    with pytest.raises(ConfigError, match=r"`data\.val_arguments` are given without `data\.val_factory`"):
+        job(data={"val_arguments": {"count": 3}})
+    for own in ({"factory": "a:b"}, {"path": "a.txt", "val_factory": "a:b"}):
+        with pytest.raises(ConfigError, match=r"there is no `model\.factory`"):
+            job(data=own)
+
+
+def test_data_of_its_own_to_evaluate_on_leaves_all_other_data_to_train_on() -> None:
+    assert job(data={"path": "a.txt"}).data.held_out == 0.02
+    assert job(data={"path": "a.txt", "val_path": "b.txt", "val_size": 9}).data.held_out == 0
+    own = {**OWN, "data": {**OWN["data"], "val_size": 9}}
+    assert Job.parse(own, "job.yaml").data.held_out == 9
+    own["data"] = {**own["data"], "val_factory": "a:test", "val_arguments": {"count": 3}}
+    assert Job.parse(own, "job.yaml").data.held_out == 0
 
 
 def test_planning_needs_no_data_but_training_does() -> None:

@@ -50,10 +50,17 @@ TOGETHER: dict[str, dict[str, Any]] = {
     "model.arguments": {**FACTORIES, "model.arguments": {"width": 3}},
     "data.factory": {**FACTORIES, "data.factory": "a:others"},
     "data.arguments": {**FACTORIES, "data.arguments": {"count": 3}},
+    "data.val_factory": {**FACTORIES, "data.val_size": 0, "data.val_factory": "a:test"},
+    "data.val_arguments": {**FACTORIES, "data.val_factory": "a:test", "data.val_arguments": {"count": 3}},
 }
 """Fields that need others."""
 
-BEFORE = {key: FACTORIES for key in ("data.factory", "data.arguments")}
+BEFORE = {
+    "data.factory": FACTORIES,
+    "data.arguments": FACTORIES,
+    "data.val_factory": {**FACTORIES, "data.val_size": 0},
+    "data.val_arguments": {**FACTORIES, "data.val_factory": "a:test"},
+}
 """What a run had that such a change is made to, where not only a model and a text."""
 
 ONLY_VALUE = {"optim.optim"}
@@ -115,6 +122,8 @@ def test_evaluating_on_other_text_frees_what_was_held_out() -> None:
     with pytest.raises(ConfigError, match=r"`data\.val_size` was 0\.02, is 0"):
         refuse(job({}), job({"data.val_path": "v.txt"}), "out")
     refuse(job({"data.val_size": 0}), job({"data.val_size": 0, "data.val_path": "v.txt"}), "out")
+    with pytest.raises(ConfigError, match=r"`data\.val_size` was 0\.02, is 0"):
+        refuse(job(FACTORIES), job({**FACTORIES, "data.val_factory": "a:test"}), "out")
 
 
 def test_the_guide_prints_the_table() -> None:

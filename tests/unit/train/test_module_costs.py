@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from packmule.train.module_costs import looks
+import pytest
+
+from packmule.errors import ConfigError
+from packmule.train.module_costs import looks, refuse_unlike
 
 
 def kinds(*settings: dict[str, object]) -> list[int]:
@@ -23,3 +26,13 @@ def test_settings_that_differ_make_kinds_also_where_one_is_a_blocks_number() -> 
     assert kinds({}, *({"window": window} for window in windows), {}) == [0, 1, 2, 1, 2, 1, 3]
     assert kinds({}, *({"causal": number == 1} for number in range(3)), {}) == [0, 1, 2, 1, 3]
     assert kinds({}, {"heads": 0}, {}) == [0, 1, 2]
+
+
+def test_samples_of_another_size_than_those_trained_on_are_refused() -> None:
+    names = ["embed", "blocks.0", "head"]
+    refuse_unlike(names, [None, (3, 4), (4,)], [None, (3, 4), (4,)])
+    with pytest.raises(ConfigError) as caught:
+        refuse_unlike(names, [None, (3, 4), (4,)], [None, (3, 4), (5,)])
+    assert caught.value.cause == (
+        "`blocks.0` gave (5,) for a sample that is evaluated on, and (4,) for one that is trained on."
+    )

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from packmule.errors import ConfigError
-from packmule.shapes.module import Cost, ModulePart, ModuleShape, TensorRecord
+from packmule.shapes.module import Cost, ModulePart, ModuleShape, TensorRecord, ValidationSamples
 from packmule.train.modules import check_imports, data_key, micro_sizes, refuse_changed
 
 
@@ -60,6 +60,16 @@ def test_only_what_the_caller_names_is_imported() -> None:
     with pytest.raises(ConfigError) as caught:
         check_imports(found, ())
     assert caught.value.hint == "if they are yours, say so: --import mine --import other/data.py"
+    own = ValidationSamples(dataset="third:samples", samples=4)
+    judged = found.model_copy(update={"validation": own})
+    check_imports(judged, ("mine", "other/data.py", "third"))
+    with pytest.raises(ConfigError) as caught:
+        check_imports(judged, ("mine", "other/data.py"))
+    assert caught.value.cause == (
+        "This run was trained with `mine:model`, `other/data.py:samples` and `third:samples`, which have to "
+        "be imported."
+    )
+    assert caught.value.hint == "if they are yours, say so: --import third"
     with pytest.raises(ConfigError) as caught:
         check_imports(found, ("mine", "data"))
     assert caught.value.hint == "if they are yours, say so: --import other/data.py"

@@ -56,12 +56,19 @@ class Samples:
         chosen: int64, their numbers.
         seed: of the order.
         targets: losses of one sample; one each by default.
+        name: of the data set, for messages.
     """
 
     def __init__(
-        self, dataset: Any, chosen: np.ndarray, seed: int, targets: Callable[[Any], int] | None = None
+        self,
+        dataset: Any,
+        chosen: np.ndarray,
+        seed: int,
+        targets: Callable[[Any], int] | None = None,
+        name: str = "the data set",
     ) -> None:
         self._dataset, self._chosen, self._seed, self._targets = dataset, chosen, seed, targets
+        self._name = name
 
     def __len__(self) -> int:
         return len(self._chosen)
@@ -90,7 +97,7 @@ class Samples:
 
     def _sample(self, number: int, place: int) -> Any:
         seed_all(self._seed, place)
-        return call(f"sample {number} of the data set", self._dataset.__getitem__, number)
+        return call(f"sample {number} of {self._name}", self._dataset.__getitem__, number)
 
     def _count(self, sample: Any) -> int:
         return 1 if self._targets is None else int(call("`targets`", self._targets, sample))
@@ -105,14 +112,21 @@ def seed_all(*words: int) -> None:
     random.seed(seed)
 
 
-def open_dataset(factory: str, arguments: Mapping[str, Any], seed: int) -> Any:
+VALIDATION = "the validation data set"
+"""What a data set to evaluate on is called in messages."""
+
+
+def open_dataset(factory: str, arguments: Mapping[str, Any], seed: int, name: str = "the data set") -> Any:
     """Call the user's function, with every generator seeded.
+
+    Args:
+        name: of the data set, for messages.
 
     Raises:
         ConfigError: it cannot be used, or has no samples.
     """
     seed_all(seed)
-    dataset = call(f"`{factory}`", load(factory, "the data set"), **arguments)
+    dataset = call(f"`{factory}`", load(factory, name), **arguments)
     if not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
         raise ConfigError(
             f"`{factory}` gave a {type(dataset).__name__}, which has no length or no samples by number.",
