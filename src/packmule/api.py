@@ -15,7 +15,7 @@ from typing import Any
 
 from packmule.errors import ConfigError, PackmuleError
 from packmule.plan.table import Table
-from packmule.probe import explain
+from packmule.probe import asked_threads, explain
 from packmule.probe import load as load_hardware
 from packmule.spec.environment import read_environment
 from packmule.spec.hardware import Hardware
@@ -62,8 +62,9 @@ def probe(disk: Paths = ".", *, threads: int | None = None, refresh: bool = Fals
     Raises:
         PackmuleError: see packmule.probe.load.
     """
-    path = read_environment().cache / "probe.json"
-    found = load_hardware(path, Path(disk), refresh=refresh, threads=threads, progress=progress_line())
+    environment = read_environment()
+    path, count = environment.cache / "probe.json", asked_threads(threads, environment.omp_num_threads)
+    found = load_hardware(path, Path(disk), refresh=refresh, threads=count, progress=progress_line())
     return Machine(**dict(found))
 
 

@@ -58,6 +58,12 @@ def test_the_json_is_the_plan_and_all_of_standard_output(bench: Bench, big: Path
     assert max(phase.ram_bytes for phase in plan.predicted.phases) <= plan.predicted.peak_ram_bytes
 
 
+def test_threads_are_those_that_the_variable_leaves(bench: Bench) -> None:
+    job = bench.job("variable", hardware__threads="auto")
+    found = bench.run("plan", job.name, "--json", OMP_NUM_THREADS="1").succeeded().json
+    assert found["numerics"]["threads"] == 1
+
+
 def test_output_writes_the_same_plan_beside_the_text(bench: Bench, big: Path) -> None:
     words = ("plan", big.name, "--ram", "1GB", "--output", "plan.json")
     assert bench.run(*words).succeeded().out.startswith("plan for 1 GB of RAM\n")

@@ -34,11 +34,13 @@ def probe(
     packmule probe --disk /mnt/nvme --refresh
     packmule probe --json > machine.json
     """
-    from packmule.probe import explain, load
+    from packmule.probe import asked_threads, explain, load
     from packmule.train.show import progress_line
 
-    path = output if output is not None else environment_of(context).cache / "probe.json"
-    hardware = load(path, disk, refresh=refresh, threads=threads, progress=progress_line())
+    environment = environment_of(context)
+    path = output if output is not None else environment.cache / "probe.json"
+    count = asked_threads(threads, environment.omp_num_threads)
+    hardware = load(path, disk, refresh=refresh, threads=count, progress=progress_line())
     if json:
         print(hardware.to_json(), end="")
         return 0

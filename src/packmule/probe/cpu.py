@@ -30,6 +30,20 @@ def usable_threads(roots: Roots = HOST, affinity: int | None = None) -> int:
     return max(1, min([allowed, *quotas]))
 
 
+def asked_threads(asked: int | None, variable: int | None, roots: Roots = HOST) -> int | None:
+    """The threads that were asked for: by a setting, else by OMP_NUM_THREADS, as far as they can run
+    at once; None: not at all.
+
+    Args:
+        asked: the setting.
+        variable: the variable.
+        roots: where /proc and /sys are.
+    """
+    if asked is not None or variable is None:
+        return asked
+    return min(variable, usable_threads(roots))
+
+
 def cpu_name(roots: Roots = HOST) -> str:
     """The model as /proc/cpuinfo names it; on aarch64, which has no names, implementer and part."""
     fields = _first_values(roots)

@@ -19,6 +19,7 @@ from packmule.errors import ConfigError, DataError
 from packmule.graph.costs import Costs
 from packmule.kernels import native
 from packmule.plan.situation import Situation, Smaller
+from packmule.probe import asked_threads
 from packmule.probe import load as load_hardware
 from packmule.shapes.bodies import dtypes
 from packmule.shapes.model import ModelShape
@@ -230,7 +231,7 @@ def hardware_of(job: Job, environment: Environment, progress: Callable[[str, flo
     return load_hardware(
         environment.cache / "probe.json",
         Path(disk).expanduser().absolute(),
-        threads=threads,
+        threads=asked_threads(threads, environment.omp_num_threads),
         progress=progress,
     )
 

@@ -6,7 +6,7 @@ import os
 
 import pytest
 
-from packmule.probe.cpu import FEATURES, cpu_features, cpu_name, usable_threads
+from packmule.probe.cpu import FEATURES, asked_threads, cpu_features, cpu_name, usable_threads
 
 V2 = {"self/cgroup": "0::/top/job\n", "self/mountinfo": "35 31 0:32 / /sys/fs/cgroup rw - cgroup2 c rw\n"}
 V1 = {
@@ -33,6 +33,17 @@ V1 = {
 def test_v2_quota(make_tree, quota, threads):
     tree = make_tree(V2, {"fs/cgroup/top/job/cpu.max": quota + "\n"})
     assert usable_threads(tree, affinity=8) == threads
+
+
+@pytest.mark.parametrize(
+    ("asked", "variable", "threads"),
+    [(None, None, None), (5, 2, 5), (None, 1, 1), (None, 1000, 1), (3, None, 3)],
+)
+def test_a_setting_goes_before_the_variable_which_goes_no_further_than_the_quota(
+    make_tree, asked, variable, threads
+):
+    tree = make_tree(V2, {"fs/cgroup/top/job/cpu.max": "50000 100000\n"})
+    assert asked_threads(asked, variable, tree) == threads
 
 
 @pytest.mark.parametrize(
