@@ -82,12 +82,16 @@ ONE_LINE = ("--ram", "900MB", "--threads", "1", "--max-seq-length", "64", "--mod
 
 
 def test_an_instruction_file_trains_from_one_line(bench: Bench, chat_model: str) -> None:
-    records = [{"instruction": f"carry {text}", "input": "", "output": text} for text in short(40)]
+    records = [{"instruction": f"carry {text}", "input": "", "output": text} for text in short(39)]
+    records.append({"instruction": "carry on", "input": "", "output": "the mule " * 90})
     (bench.folder / "alpaca.json").write_text(json.dumps(records, indent=2))
     words = ("train", "--model", chat_model, "--data", "alpaca.json", *ONE_LINE)
     done = bench.run(*words, "--max-steps", "2", "--output-dir", "alpaca_run").succeeded()
     [held] = [line for line in after(done.out, "data") if line.startswith("  alpaca.json")]
     assert "alpaca (instruction, input, output), 40 documents" in held and "% with loss" in held
+    [long] = [line for line in after(done.out, "data") if line.startswith("  longer than a row")]
+    assert "1 cut to rows, " in long
+    assert long.endswith(" tokens left out (data.long_documents: split keeps them)")
     example = after(done.out, "example: alpaca.json as alpaca")
     assert [line.split("  ")[1].strip() for line in example[:3]] == ["no loss", "loss", "no loss"]
     assert example[1].strip() == f"loss      {records[0]['output']}{END}"

@@ -145,7 +145,7 @@ def _long(report: PrepareReport) -> Iterable[Row]:
     if train.documents_left_out:
         parts.append(f"{train.documents_left_out:,} left out")
     if train.tokens_left_out:
-        parts.append(f"{train.tokens_left_out:,} tokens left out")
+        parts.append(f"{train.tokens_left_out:,} tokens left out (data.long_documents: split keeps them)")
     if train.pieces_masked:
         parts.append(f"{train.pieces_masked:,} pieces without loss left out")
     if parts:
