@@ -176,8 +176,8 @@ make = lambda: model(3)
 
 SCRIPT = """
 import packmule, mine
-keys = dict(model={"arguments": {"width": 5}}, data_factory=mine.Points, val_size=6, global_batch_size=4,
-            max_steps=3, ram="900MB", threads=1, output_dir="mine")
+keys = dict(model={"arguments": {"width": 5}}, data_factory=mine.Points, val_factory=mine.Points,
+            global_batch_size=4, max_steps=3, ram="900MB", threads=1, output_dir="mine")
 def own():
     pass
 for wrong in (own, mine.make):
