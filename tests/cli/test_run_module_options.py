@@ -87,7 +87,7 @@ def masters_of(case: ModuleCase, run: Path) -> list[dict[str, torch.Tensor]]:
 
 
 def test_a_warm_start_begins_with_the_weights_of_another_run_and_nothing_else_of_it(
-    judged: Done, modules: Modules, kernels: Kernels, one_thread: None
+    judged: Done, modules: Modules, kernels: Kernels, one_thread: None, long: bool
 ) -> None:
     origin = random.Random(modules.seed).choice(["judged", "judged/checkpoint-4"])
     path = modules.job("warm", model__path=origin)
@@ -100,6 +100,8 @@ def test_a_warm_start_begins_with_the_weights_of_another_run_and_nothing_else_of
     assert state(run) == images[-1]
     assert trace != plain_run(drawn, STEPS, kernels)[0]
 
+    if not long:
+        return
     # What it has begun with is not needed to go on.
     shutil.move(modules.bench.folder / "judged", modules.bench.folder / "elsewhere")
     try:
