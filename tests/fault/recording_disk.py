@@ -191,6 +191,15 @@ class RecordingDisk:
         file.write(data, 0)
         self._end("write_bytes", path)
 
+    def append_bytes(self, path: Path, data: bytes) -> None:
+        self._begin()
+        folder = self._folder(path.parent)
+        if path.name not in folder.live:
+            folder.change(**{path.name: File()})
+        file = self.file(path)
+        file.write(data, len(file.live))
+        self._end("append_bytes", path)
+
     def sync_file(self, path: Path) -> None:
         self._sync("sync_file", path, self.file(path))
 

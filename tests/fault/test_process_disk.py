@@ -5,7 +5,9 @@ A small tmpfs where this user may mount one; elsewhere the limit on a file's siz
 
 from __future__ import annotations
 
+import json
 import os
+import random
 import re
 import resource
 import signal
@@ -18,6 +20,7 @@ import pytest
 from jobs import Base, Job, compare, head_step, state_of
 from processes import Running
 
+INJECT = Path(__file__).parent / "inject"
 KB, MB = 1 << 10, 1 << 20
 PLAN = "on-backward"
 
@@ -166,3 +169,25 @@ def test_a_read_only_disk_is_refused_and_the_run_goes_on_elsewhere(base: Base, d
     result = job.run()
     assert result.code == 0, result.err
     compare(out, base.expected(PLAN))
+
+
+def test_a_disk_that_hangs_is_named_at_its_deadline(
+    base: Base, tmp_path: Path, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = base.job(tmp_path / "run", PLAN)
+    write = random.Random(seed).randrange(20, 60)
+    with monkeypatch.context() as patch:
+        rest = os.environ.get("PYTHONPATH", "")
+        patch.setenv("PYTHONPATH", os.pathsep.join(filter(None, (str(INJECT), rest))))
+        patch.setenv("HUNG_DISK", json.dumps({"write": write, "seconds": 1.5}))
+        message = job.run().refused(4)
+    said = re.sub(r"\d[\d,]*", "N", message.replace(str(job.out), "OUT"))
+    assert said.strip() == (
+        "error: OUT/state.bin: the disk has not answered for N s (writing N bytes at N).\n"
+        "hint: see `dmesg` and check the device or the network it is mounted from; the last commit is kept, "
+        "and the same command carries on from it once the disk answers"
+    )
+    state_of(job.out)
+    again = job.run()
+    assert again.code == 0, again.err
+    compare(job.out, base.expected(PLAN))

@@ -9,7 +9,6 @@ from collections.abc import Callable
 
 import numpy as np
 
-from packmule.errors import DiskError
 from packmule.graph.schedule import Schedule
 from packmule.graph.step import StepGraph
 from packmule.spec.timeline import Timeline
@@ -50,7 +49,6 @@ class _Run:
         self._lock = threading.Lock()
         self._wake = [threading.Condition(self._lock) for _ in graph.resources]
         self._began = time.perf_counter()
-        self._busy: dict[int, float] = {}  # task under way -> when it started
         self._last = -1
         self._stop = False
         self.error: BaseException | None = None
@@ -86,10 +84,10 @@ class _Run:
     def _over(self) -> bool:
         return self._stop or self.error is not None or not self._schedule.left
 
-    def work(self, resource: int, wait_seconds: float | None = None, deadline: float | None = None) -> None:
+    def work(self, resource: int) -> None:
         """Run tasks of one resource until nothing is left or the run stops."""
         try:
-            while (task := self._next(resource, wait_seconds, deadline)) is not None:
+            while (task := self._next(resource)) is not None:
                 self._body(task)
                 self._ended(task)
         except BaseException as error:  # latched; raised again by execute()
@@ -97,13 +95,12 @@ class _Run:
                 self.error = self.error or error
                 self._notify_all()
 
-    def _next(self, resource: int, wait_seconds: float | None, deadline: float | None) -> int | None:
+    def _next(self, resource: int) -> int | None:
         """Wait for a task of a resource and start it; None when there will be none."""
         queue, wake = self._queues[resource], self._wake[resource]
         with self._lock:
             while not queue and not self._over:
-                wake.wait(wait_seconds)
-                self._check_deadline(deadline)
+                wake.wait()
             if self._over:
                 return None
             if self._stopping is not None and self._stopping():
@@ -111,7 +108,7 @@ class _Run:
                 return None
             task = queue.popleft()
             self._ledger.start(task)
-            self.start[task] = self._busy[task] = self.now()
+            self.start[task] = self.now()
             self.times.append(self.start[task])
             return task
 
@@ -119,7 +116,6 @@ class _Run:
         with self._lock:
             self.end[task] = self.now()
             self.times.append(self.end[task])
-            del self._busy[task]
             self._ledger.end(task)
             self._schedule.end(task)
             self._last = task
@@ -134,19 +130,6 @@ class _Run:
         self.stopped = self._last
         self._notify_all()
 
-    def _check_deadline(self, deadline: float | None) -> None:
-        """A task that never ends (a hung disk) becomes an error of the waiting thread."""
-        if deadline is None or self.error or not self._busy:
-            return
-        task, began = min(self._busy.items(), key=lambda item: item[1])
-        if self.now() - began > deadline:
-            name = self._graph.resources[self._home[task]]
-            self.error = DiskError(
-                f"{name} has not answered for {deadline:.0f} s (task {task}).",
-                "check the disk (dmesg), then run the same command again; the last commit is kept",
-            )
-            self._notify_all()
-
     def _notify_all(self) -> None:
         for condition in self._wake:
             condition.notify_all()
@@ -160,7 +143,6 @@ def execute(
     main: str | None = None,
     stop_after: int | None = None,
     stopping: Callable[[], bool] | None = None,
-    deadline_seconds: float | None = None,
 ) -> Timeline:
     """Run every task of a graph, each on the thread of its home resource.
 
@@ -171,14 +153,12 @@ def execute(
         main: the resource whose tasks run on the calling thread (for torch: one thread only).
         stop_after: nothing starts once this task has ended; raises Stopped.
         stopping: asked before each task; True stops likewise.
-        deadline_seconds: with `main`, longest wait for a task of another resource.
 
     Returns:
         The measured Timeline.
 
     Raises:
         Stopped: as above, after tasks under way have ended.
-        DiskError: a deadline passed; the thread that hangs is left behind.
         BaseException: the first error a body raised.
     """
     books = ledger or Ledger(graph)
@@ -196,10 +176,9 @@ def execute(
     for thread in threads:
         thread.start()
     if home >= 0:
-        run.work(home, wait_seconds=None if deadline_seconds is None else 1.0, deadline=deadline_seconds)
-    hung = isinstance(run.error, DiskError) and deadline_seconds is not None
+        run.work(home)
     for thread in threads:
-        thread.join(timeout=1.0 if hung else None)
+        thread.join()
     if run.error is not None:
         raise run.error
     if run.stopped is not None:

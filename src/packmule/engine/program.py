@@ -14,9 +14,6 @@ from packmule.graph.step import StepGraph
 from packmule.spec.timeline import Timeline
 from packmule.tiers.ledger import Ledger
 
-DISK_DEADLINE_SECONDS = 120.0
-"""A transfer that takes longer is a hung disk."""
-
 
 @dataclass(frozen=True)
 class Range:
@@ -96,7 +93,6 @@ class Program:
             main="cores",
             stop_after=stop_after,
             stopping=stopping,
-            deadline_seconds=DISK_DEADLINE_SECONDS,
         )
 
     @property

@@ -3,7 +3,7 @@
 Every file operation of a run goes through a `Disk`, so that a test can put a recording or a
 failing disk in its place. Nothing here knows what the files mean. What is durable when:
 
-    create, write, write_bytes   after `sync` or `sync_file` of that file (contents and size)
+    create, write, write_bytes, append_bytes   after `sync` or `sync_file` of that file (contents and size)
     create, rename, remove, make_folder   after `sync_folder` of the folder that holds the name
 
 Until then a power loss keeps, drops or tears each of them on its own, in any order.
@@ -75,6 +75,13 @@ class Disk(Protocol):
 
     def write_bytes(self, path: Path, data: bytes) -> None:
         """Create or overwrite a small file. Not synced: see `replace_file`."""
+
+    def append_bytes(self, path: Path, data: bytes) -> None:
+        """Add to the end of a small file, which is made if need be. Not synced.
+
+        Raises:
+            DiskError: part of `data` may be there.
+        """
 
     def sync_file(self, path: Path) -> None:
         """Make a closed file's contents and size durable (fsync)."""
@@ -232,6 +239,15 @@ class PosixDisk:
             path.write_bytes(data)
         except OSError as error:
             raise _explain(path, "write", error, len(data)) from None
+
+    def append_bytes(self, path: Path, data: bytes) -> None:
+        done = 0
+        try:
+            with path.open("ab", buffering=0) as file:
+                while done < len(data):
+                    done += file.write(data[done:])
+        except OSError as error:
+            raise _explain(path, "write", error, len(data) - done) from None
 
     def sync_file(self, path: Path) -> None:
         try:

@@ -7,13 +7,18 @@ tuned before torch is imported; once the arena is touched, RLIMIT_DATA keeps the
 from __future__ import annotations
 
 import contextlib
+import os
 import signal
 import sys
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
 from packmule.errors import Interrupted, PackmuleError
 from packmule.shapes.bodies import PRIMITIVES_KEPT
+from packmule.tiers.deadline import DeadlineDisk
+from packmule.tiers.disk import PosixDisk
 from packmule.train.memory import (
     is_out_of_memory,
     limit_data,
@@ -26,6 +31,9 @@ from packmule.train.memory import (
     untouched_bytes,
 )
 from packmule.train.messages import Request, Sender
+
+LOOK_SECONDS = 1.0
+"""Between two looks at what the disk is doing."""
 
 
 class Signals:
@@ -87,10 +95,12 @@ def _serve(request: Request, sender: Sender, signals: Signals) -> None:
     from packmule.train.folder import RunFolder
 
     folder = RunFolder(Path(request.folder), Path(request.state))
+    disk = DeadlineDisk(PosixDisk())
+    threading.Thread(target=_watch, args=(disk, sender), daemon=True, name="packmule-watch").start()
     if request.work == "train":
         from packmule.train.loop import Loop
 
-        loop = Loop(request, folder, sender, signals)
+        loop = Loop(request, folder, disk, sender, signals)
         loop.prepare()
         trim_malloc()  # what the import left
         loop.engine.arena.touch()
@@ -100,7 +110,16 @@ def _serve(request: Request, sender: Sender, signals: Signals) -> None:
     from packmule.train.reading import evaluate, generate
 
     work = evaluate if request.work == "evaluate" else generate
-    work(request, folder, sender, signals)
+    work(request, folder, disk, sender, signals)
+
+
+def _watch(disk: DeadlineDisk, sender: Sender) -> None:
+    """End this process when its disk hangs: no thread that waits for the disk can be woken."""
+    while (error := disk.overdue()) is None:
+        time.sleep(LOOK_SECONDS)
+    sender.fail(error)
+    sender.send("end", peak_bytes=process_memory().peak, hung=True)
+    os._exit(0)
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ from packmule.shapes.module import ModuleShape, Shape
 from packmule.spec.hardware import Hardware
 from packmule.spec.job import Job, load_job
 from packmule.spec.plan import Plan
-from packmule.tiers.disk import PosixDisk, replace_file
+from packmule.tiers.disk import Disk, PosixDisk, replace_file
 
 HELD_OUT = "validation"
 """The evaluation set whose metrics go by no name: the run's held-out rows, or the one set of its own."""
@@ -218,6 +218,7 @@ class Log:
     Args:
         path: the file.
         step: entries of later steps are dropped (they were not committed).
+        disk: where it lies.
 
     Attributes:
         noise: the estimates (trace, square) of the gradient's noise that were there, in order.
@@ -226,8 +227,9 @@ class Log:
         DiskError: it cannot be read or written.
     """
 
-    def __init__(self, path: Path, step: int) -> None:
+    def __init__(self, path: Path, step: int, disk: Disk) -> None:
         self.path = path
+        self._disk = disk
         self._step = step
         found, self._damaged = _entries(path)
         kept = [(entry, line) for entry, line in found if entry["step"] <= step]
@@ -239,7 +241,7 @@ class Log:
             for entry, _ in kept
             if "train/noise_trace" in entry
         ]
-        replace_file(PosixDisk(), path, b"".join(line for _, line in kept))
+        replace_file(disk, path, b"".join(line for _, line in kept))
 
     def notes(self, every: int) -> list[str]:
         """What is wrong with the entries of committed steps, as sentences.
@@ -270,23 +272,14 @@ class Log:
             DiskError: the disk is full; a half-written line is dropped at resume.
         """
         line = (json.dumps(entry) + "\n").encode()
-        done = 0
-        try:
-            with self.path.open("ab", buffering=0) as file:
-                while done < len(line):
-                    done += file.write(line[done:])
-        except OSError as error:
-            raise DiskError(
-                f"{self.path}: cannot write {len(line) - done:,} bytes: {error.strerror}.",
-                "free some space there, then run the same command",
-            ) from None
+        self._disk.append_bytes(self.path, line)
         self._known |= {(entry["step"], key) for key in entry}
         if _evaluates(entry):
             self._evaluations.append(entry)
 
     def sync(self) -> None:
         """Make all entries durable."""
-        PosixDisk().sync_file(self.path)
+        self._disk.sync_file(self.path)
 
 
 def _evaluates(entry: dict[str, Any]) -> bool:

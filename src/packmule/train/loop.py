@@ -19,7 +19,7 @@ from packmule.optim.adamw import Update
 from packmule.optim.schedules import rates
 from packmule.spec.growth import rows_at, rows_before
 from packmule.spec.resume import job_hash
-from packmule.tiers.disk import PosixDisk, aligned_buffer
+from packmule.tiers.disk import Disk, aligned_buffer
 from packmule.train.folder import Log, RunFolder
 from packmule.train.journal import Journal, JournaledStore
 from packmule.train.look import Looks
@@ -41,18 +41,19 @@ class Loop:
     Args:
         request: what the parent asks for.
         folder: the run.
+        disk: where it lies.
         sender: where events go.
         signals: asked between tasks; its `check` raises Interrupted.
     """
 
-    def __init__(self, request: Request, folder: RunFolder, sender: Sender, signals: Any) -> None:
+    def __init__(self, request: Request, folder: RunFolder, disk: Disk, sender: Sender, signals: Any) -> None:
         self.request = request
         self.folder = folder
         self.sender = sender
         self.signals = signals
         self.job = folder.job()
         self.plan = folder.read_plan()
-        self.disk = PosixDisk()
+        self.disk = disk
         self.kernels = make_kernels(self.plan)
         self.subject = open_subject(request, folder, self.plan)
         self.store = self._make_store()
@@ -219,7 +220,7 @@ class Loop:
         self.sender.send("done", step=self.step, measured=self.measured.summary(), **memory_now())
 
     def _open_log(self) -> None:
-        log, every = Log(self.folder.log, self.step), self.job.logging.logging_steps
+        log, every = Log(self.folder.log, self.step, self.disk), self.job.logging.logging_steps
         self._journal = Journal(log, every)
         for text in log.notes(every):
             self.sender.send("note", text=text)

@@ -11,7 +11,7 @@ from packmule.engine.executor import Stopped
 from packmule.errors import RunFailed
 from packmule.graph.model import PlannedModel
 from packmule.spec.plan import Plan
-from packmule.tiers.disk import PosixDisk
+from packmule.tiers.disk import Disk
 from packmule.train.folder import RunFolder
 from packmule.train.look import evaluation_batches
 from packmule.train.memory import limit_data, untouched_bytes
@@ -22,10 +22,10 @@ from packmule.train.text_subject import open_subject
 
 
 def _engine(
-    request: Request, folder: RunFolder, plan: Plan, signals: Any, subject: Subject | None = None
+    request: Request, folder: RunFolder, disk: Disk, plan: Plan, signals: Any, subject: Subject | None = None
 ) -> Engine:
     """An engine over the commit in `folder.state`, loaded."""
-    kernels, disk = make_kernels(plan), PosixDisk()
+    kernels = make_kernels(plan)
     reader = StateReader.open(disk, folder.state, kernels.crc32c)
     needs = Needs(request.mean_length, request.evaluation_rows, request.positions, training=False)
     costs = costs_of(folder.read_hardware(), plan)
@@ -38,12 +38,12 @@ def _engine(
     return engine
 
 
-def evaluate(request: Request, folder: RunFolder, sender: Sender, signals: Any) -> None:
+def evaluate(request: Request, folder: RunFolder, disk: Disk, sender: Sender, signals: Any) -> None:
     """Sums over `evaluation_rows` rows of each set; sends one "evaluation" event per set."""
     plan = Plan.parse(request.plan, "the request")
     subject = open_subject(request, folder, plan)
     sets, known = subject.reading.sets, subject.reading.token_bytes
-    engine = _engine(request, folder, plan, signals, subject)
+    engine = _engine(request, folder, disk, plan, signals, subject)
 
     def report(done: int, total: int) -> None:
         sender.send("progress", phase="evaluation", done=done, total=total)
@@ -60,10 +60,10 @@ def evaluate(request: Request, folder: RunFolder, sender: Sender, signals: Any) 
         engine.close()
 
 
-def generate(request: Request, folder: RunFolder, sender: Sender, signals: Any) -> None:
+def generate(request: Request, folder: RunFolder, disk: Disk, sender: Sender, signals: Any) -> None:
     """Continue the prompt; sends one "text" event."""
     tokenizer = TextTokenizer.from_folder(folder.model)
-    engine = _engine(request, folder, Plan.parse(request.plan, "the request"), signals)
+    engine = _engine(request, folder, disk, Plan.parse(request.plan, "the request"), signals)
     ids: list[int] = []
     try:
         for token in engine.generate(

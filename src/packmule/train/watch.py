@@ -60,7 +60,7 @@ def run_child(
         with _stopping_on_error(process):
             forwarder.begin(process)
             failure, ended = _follow(process, request, on_event)
-            code = process.wait()
+            code = _leave(process) if failure is not None else process.wait()
         if failure is not None:
             raise _sent_error(failure)
         if code or not ended:
@@ -91,7 +91,17 @@ def _follow(
                 failure = event
             ended = ended or event["event"] == "end"
             on_event(event)
+            if event.get("hung"):
+                break  # a process that waits for its disk closes nothing
     return failure, ended
+
+
+def _leave(process: subprocess.Popen[str]) -> int:
+    """Wait for a child that has said its last; one that hangs ends when its disk answers."""
+    try:
+        return process.wait(STOP_SECONDS)
+    except subprocess.TimeoutExpired:
+        return 0
 
 
 @contextlib.contextmanager

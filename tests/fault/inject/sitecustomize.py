@@ -1,6 +1,9 @@
-"""Makes a training child run out of memory; on the path of a test's processes only.
+"""Makes a training child run out of memory, or its disk hang; on the path of a test's processes only.
 
-OUT_OF_MEMORY is a JSON object: `how` ("error": as torch says it; "limit": an allocation that the
+HUNG_DISK is a JSON object: this process's write number `write` to state.bin never returns; the deadline
+is `seconds`.
+
+OUT_OF_MEMORY is one too: `how` ("error": as torch says it; "limit": an allocation that the
 process's own limit refuses; "abort": as C++ dies of it), `rows` (micro-batches of more rows fail) and
 `step` (of this process, from 1 on).
 """
@@ -13,14 +16,19 @@ import json
 import os
 import resource
 import sys
+import threading
 
-TARGET = "packmule.engine.bodies"
 ORDER = json.loads(os.environ.get("OUT_OF_MEMORY", "null"))
+HUNG = json.loads(os.environ.get("HUNG_DISK", "null"))
 
 
 class _Finder(importlib.abc.MetaPathFinder):
+    def __init__(self, target, spoil):  # type: ignore[no-untyped-def]
+        self.target = target
+        self.spoil = spoil
+
     def find_spec(self, name, path, target=None):  # type: ignore[no-untyped-def]
-        if name != TARGET:
+        if name != self.target:
             return None
         sys.meta_path.remove(self)
         spec = importlib.machinery.PathFinder.find_spec(name, path)
@@ -28,7 +36,7 @@ class _Finder(importlib.abc.MetaPathFinder):
 
         def exec_module(module):  # type: ignore[no-untyped-def]
             execute(module)
-            _spoil(module)
+            self.spoil(module)
 
         spec.loader.exec_module = exec_module
         return spec
@@ -68,5 +76,26 @@ def _spoil(module):  # type: ignore[no-untyped-def]
     module.BODIES[kind] = spoiled
 
 
+def _hang(module):  # type: ignore[no-untyped-def]
+    DeadlineDisk, writes = module.DeadlineDisk, []
+    init = DeadlineDisk.__init__
+
+    def impatient(self, disk):  # type: ignore[no-untyped-def]
+        init(self, disk, HUNG["seconds"])
+        write = disk.write
+
+        def hanging(handle, buffer, offset):  # type: ignore[no-untyped-def]
+            writes.extend([offset] * (handle.path.name == "state.bin"))
+            if len(writes) >= HUNG["write"]:
+                threading.Event().wait()
+            write(handle, buffer, offset)
+
+        disk.write = hanging
+
+    DeadlineDisk.__init__ = impatient
+
+
 if ORDER:
-    sys.meta_path.insert(0, _Finder())
+    sys.meta_path.insert(0, _Finder("packmule.engine.bodies", _spoil))
+if HUNG:
+    sys.meta_path.insert(0, _Finder("packmule.tiers.deadline", _hang))

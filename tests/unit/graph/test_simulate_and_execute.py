@@ -171,16 +171,3 @@ def test_overlapping_live_buffers_are_found():
     graph.buffer_offset[:] = 0
     with pytest.raises(ValueError, match="live together"):
         graph.check()
-
-
-def test_a_hung_disk_is_an_error_at_the_deadline():
-    builder = GraphBuilder({"cores": 1, "disk": 1}, ("ram",))
-    data = builder.buffer(0, 0, 8)
-    builder.task(0, {"disk": 1}, writes=[data])
-    builder.task(0, {"cores": 1}, reads=[data])
-    from packmule.errors import DiskError
-
-    with pytest.raises(DiskError, match="has not answered"):
-        execute(
-            builder.build(), lambda t: time.sleep(4) if t == 0 else None, main="cores", deadline_seconds=0.2
-        )
