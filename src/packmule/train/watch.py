@@ -25,6 +25,9 @@ _STOPPING = (signal.SIGTERM, signal.SIGINT)
 STOP_SECONDS = 60.0
 """How long a child may take to stop when its parent cannot go on."""
 
+LEAVE_SECONDS = 10.0
+"""How long a child may take to end once it has sent an error: one that hangs in its disk cannot."""
+
 _AGAIN = "the last commit is kept; run the same command again to carry on"
 
 
@@ -60,7 +63,7 @@ def run_child(
         with _stopping_on_error(process):
             forwarder.begin(process)
             failure, ended = _follow(process, request, on_event)
-            code = _leave(process) if failure is not None else process.wait()
+            code = process.wait() if failure is None else _leave(process)
         if failure is not None:
             raise _sent_error(failure)
         if code or not ended:
@@ -99,7 +102,7 @@ def _follow(
 def _leave(process: subprocess.Popen[str]) -> int:
     """Wait for a child that has said its last; one that hangs ends when its disk answers."""
     try:
-        return process.wait(STOP_SECONDS)
+        return process.wait(LEAVE_SECONDS)
     except subprocess.TimeoutExpired:
         return 0
 
