@@ -25,7 +25,6 @@ class Environment:
         debug: PACKMULE_DEBUG: errors show their traceback.
         hf_hub: where Hugging Face tools keep models: HF_HUB_CACHE, or hub in HF_HOME, or in huggingface
             under XDG_CACHE_HOME, or in ~/.cache/huggingface.
-        tmpdir: TMPDIR, or /tmp.
         omp_num_threads: OMP_NUM_THREADS as a number, or None.
         no_color: NO_COLOR is set (https://no-color.org).
         all: every variable, for child processes.
@@ -35,7 +34,6 @@ class Environment:
     cache: Path
     debug: bool
     hf_hub: Path
-    tmpdir: Path
     omp_num_threads: int | None
     no_color: bool
     all: Mapping[str, str]
@@ -60,7 +58,6 @@ def read_environment(variables: Mapping[str, str] | None = None) -> Environment:
         hf_hub=Path(
             found.get("HF_HUB_CACHE") or Path(found.get("HF_HOME") or base / "huggingface") / "hub"
         ).expanduser(),
-        tmpdir=Path(found.get("TMPDIR") or "/tmp"),
         omp_num_threads=int(threads) if threads.isdigit() and int(threads) > 0 else None,
         no_color=bool(found.get("NO_COLOR")),
         all=found,
