@@ -85,12 +85,15 @@ def plan(job: JobLike = None, /, **keys: Any) -> Planned:
     return make_plan(found, environment, progress=progress_line())
 
 
-def train(job: JobLike = None, /, *, renumber: bool = False, quiet: bool = False, **keys: Any) -> Run:
+def train(
+    job: JobLike = None, /, *, renumber: bool = False, yes: bool = False, quiet: bool = False, **keys: Any
+) -> Run:
     """Run a job within its budget; the same call resumes it.
 
     Args:
         job, keys: as for `plan`.
         renumber: resume although the numerics (docs/design.md) differ from the run's.
+        yes: write more than a tenth of the disk's rated life.
         quiet: print results only, no progress.
 
     Returns:
@@ -103,7 +106,7 @@ def train(job: JobLike = None, /, *, renumber: bool = False, quiet: bool = False
     environment = read_environment()
     found = job_of(job, environment, arguments=keys, nameless="the job")
     found.require_data()
-    launch(found, environment, renumber=renumber, quiet=quiet, json_lines=False)
+    launch(found, environment, renumber=renumber, yes=yes, quiet=quiet, json_lines=False)
     run = Run(found.train.output_dir)
     factories = (found.model.factory, found.data.factory, found.data.val_factory)
     run._imports = tuple(name.rpartition(":")[0] for name in factories if name is not None)

@@ -14,6 +14,7 @@ from safetensors.numpy import load_file, save_file
 from tests.cli.bench import Bench, Done
 
 from packmule.spec.plan import Plan
+from packmule.spec.units import format_bytes
 
 BIG = {
     "hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 6, "num_attention_heads": 8,
@@ -25,6 +26,7 @@ def plan_of(done: Done) -> Plan:
     """The plan that `plan --json` printed; the data's examples are printed with it."""
     found = dict(done.json)
     assert found.pop("data")
+    found.pop("wear")
     return Plan.parse(found, "standard output")
 
 
@@ -44,7 +46,8 @@ def big(bench: Bench) -> Path:
 def test_the_json_is_the_plan_and_all_of_standard_output(bench: Bench, big: Path) -> None:
     done = bench.run("plan", big.name, "--ram", "1GB", "--json").succeeded()
     plan = plan_of(done)
-    assert done.out == json.dumps({**json.loads(plan.to_json()), "data": done.json["data"]}, indent=2) + "\n"
+    more = {name: done.json[name] for name in ("wear", "data")}
+    assert done.out == json.dumps({**json.loads(plan.to_json()), **more}, indent=2) + "\n"
     assert plan.predicted is not None
     assert plan.predicted.peak_ram_bytes <= plan.budget_bytes == 1_000_000_000
     assert {phase.phase for phase in plan.predicted.phases} >= {
@@ -177,3 +180,30 @@ def test_a_plan_without_data_says_why_there_is_no_example(bench: Bench, big: Pat
         done = bench.run("plan", big.name, "--ram", "1GB", *words).succeeded()
         assert "data\n  not read  " in done.out and why in done.out
         assert why in bench.run("plan", big.name, "--ram", "1GB", *words, "--json").json["data"]
+
+
+def test_a_plan_says_what_the_run_writes_and_what_a_larger_batch_would(bench: Bench, big: Path) -> None:
+    words = ("plan", big.name, "--ram", "1GB", "--hardware.state", "disk", "--tbw", "50TB")
+    found = bench.run(*words, "--json").succeeded().json
+    wear, written = found["wear"], found["predicted"]["disk_bytes_written_per_step"]
+    assert wear["run_bytes"] == 100 * written and wear["doubled_bytes"] < wear["run_bytes"]
+    assert wear["endurance_bytes"] == 50 * 10**12 and not wear["assumed"]
+    text = bench.run(*words).succeeded().out
+    said = re.search(r"wear +([\d.]+ GB) written in the run, ([\d.]+) % of the disk's rated 50 TB\n", text)
+    assert said is not None, text
+    assert format_bytes(wear["run_bytes"]) == said[1]
+    assert float(said[2]) == pytest.approx(100 * wear["run_bytes"] / 50e12, rel=0.02)
+    assert "for the same tokens in steps of twice as many rows" in text
+
+
+def test_a_run_that_wears_the_disk_out_asks_first(bench: Bench) -> None:
+    job = bench.job("worn", train__max_steps=2)
+    words = ("train", job.name, "--hardware.state", "disk", "--tbw", "10kB")
+    message = bench.run(*words).refused()
+    assert re.match(
+        r"error: The run would write [\d.]+ [kM]B to the disk of .*worn, [\d,]+ % of the 10 kB that it is "
+        r"rated for\.\nhint: --yes runs it all the same; .*--disk names another disk\n$",
+        message,
+    ), message
+    assert not (bench.folder / "worn" / "HEAD.json").exists()
+    bench.run(*words, "--yes").succeeded()

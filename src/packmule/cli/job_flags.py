@@ -67,6 +67,7 @@ FLAGS = (
     Flag("run-name", "NAME", "A name for people."),
     Flag("threads", "COUNT", "CPU threads: auto or a number."),
     Flag("disk", "PATH", "Folder for state and work files. Default: the output folder."),
+    Flag("tbw", "SIZE", "What that disk may be written over its rated life, like 600TB."),
 )
 
 

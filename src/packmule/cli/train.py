@@ -20,6 +20,9 @@ def train(
             "--renumber", help="Resume although the numerics (docs/design.md) differ from the run's."
         ),
     ] = False,
+    yes: Annotated[
+        bool, typer.Option("--yes", help="Also write more than a tenth of the disk's rated life.")
+    ] = False,
     quiet: Annotated[bool, typer.Option("--quiet", help="Print results only, no progress.")] = False,
     json: JsonFlag = False,
 ) -> int:
@@ -35,5 +38,5 @@ def train(
     job.require_data()
     from packmule.train.launch import train as launch
 
-    code: int = launch(job, environment, renumber=renumber, quiet=quiet, json_lines=json)
+    code: int = launch(job, environment, renumber=renumber, yes=yes, quiet=quiet, json_lines=json)
     return code

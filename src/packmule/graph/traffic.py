@@ -16,6 +16,12 @@ def is_io(kind: TaskKind) -> bool:
     return kind in _READS or kind in _WRITES
 
 
+def spilled(graph: StepGraph) -> int:
+    """Bytes of block inputs that one execution writes."""
+    kinds = (TaskKind.WRITE_INPUT, TaskKind.WRITE_ROUTED)
+    return int(graph.moved[np.isin(graph.kind, kinds)].sum())
+
+
 def traffic(graph: StepGraph) -> tuple[int, int]:
     """(read, written) bytes of one execution."""
     read = graph.moved[np.isin(graph.kind, _READS)].sum()

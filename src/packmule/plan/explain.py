@@ -7,10 +7,11 @@ from packmule.plan.bounds import Sizes
 from packmule.plan.search import Found
 from packmule.plan.situation import Situation
 from packmule.plan.table import Table, plain
+from packmule.plan.wear import wear
 from packmule.shapes.bodies import dtypes
 from packmule.shapes.module import ModuleShape, Shape
 from packmule.spec.plan import Numerics, PhaseMemory, Plan
-from packmule.spec.units import format_bytes, format_seconds
+from packmule.spec.units import format_bytes, format_seconds, format_share
 
 _BOTTLENECK = {"cores": "compute", "disk": "disk"}
 
@@ -174,7 +175,7 @@ def _megabytes(size: int) -> str:
     return f"{size / 1e6:,.0f}" if size >= 10e6 else f"{size / 1e6:.1f}"
 
 
-def times(plan: Plan, steps: int | None = None) -> list[tuple[str, str]]:
+def times(situation: Situation, plan: Plan, steps: int | None = None) -> list[tuple[str, str]]:
     """(what, how long or how much) of a predicted step.
 
     Args:
@@ -199,6 +200,22 @@ def times(plan: Plan, steps: int | None = None) -> list[tuple[str, str]]:
     if steps:
         seconds = format_seconds(steps * predicted.step_seconds)
         rows.insert(1, ("run", f"{_count(steps, 'step')} in {seconds}, evaluation and export come on top"))
+        rows += _wear(situation, plan, steps)
+    return rows
+
+
+def _wear(situation: Situation, plan: Plan, steps: int) -> list[tuple[str, str]]:
+    found = wear(situation, plan, steps)
+    if found.per_terabyte is None:
+        return []
+    unit = "samples" if isinstance(situation.shape, ModuleShape) else "tokens"
+    text = f"{format_bytes(found.run_bytes)} written in the run"
+    if found.endurance_bytes:
+        text += f", {format_share(found.share)} of the disk's rated {found.rating}"
+    rows = [("wear", text), ("", f"{found.per_terabyte:,.0f} {unit} per TB written")]
+    if found.doubled_bytes < found.run_bytes:
+        half = f"{format_bytes(found.doubled_bytes)} for the same {unit} in steps of twice as many rows"
+        rows[1] = ("", f"{rows[1][1]}; {half}")
     return rows
 
 
@@ -263,7 +280,7 @@ def tables(situation: Situation, found: Found, steps: int | None = None) -> list
     plan = found.plan
     return [
         Table(f"plan for {format_bytes(plan.budget_bytes)} of RAM", tuple(decisions(situation.shape, plan))),
-        Table("predicted", tuple(times(plan, steps))),
+        Table("predicted", tuple(times(situation, plan, steps))),
         phases(plan),
         given_up(situation, found),
         others(found),

@@ -9,7 +9,7 @@ from packmule.graph.model import PlannedModel
 from packmule.graph.run import run_graphs
 from packmule.graph.simulate import simulate, times
 from packmule.graph.step import StepGraph
-from packmule.graph.traffic import is_io, traffic
+from packmule.graph.traffic import is_io, spilled, traffic
 from packmule.graph.training import build_step
 from packmule.plan.outside import STAGING_BYTES as STAGING_BYTES
 from packmule.plan.outside import batch_bytes as batch_bytes
@@ -159,6 +159,7 @@ def _times(
         phases=phases,
         disk_bytes_written_per_step=written,
         disk_bytes_read_per_step=read,
+        disk_bytes_spilled_per_step=spilled(graph),
     )
 
 

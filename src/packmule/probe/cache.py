@@ -182,7 +182,8 @@ def _disk_on(record: Hardware, place: Place) -> DiskSpeed | None:
 
 def _today(record: Hardware, disk: DiskSpeed, place: Place, roots: Roots) -> Hardware:
     memory = ram(roots)
-    fresh = disk.model_copy(update={"path": str(place.folder), "free_bytes": place.free_bytes})
+    sizes = {"free_bytes": place.free_bytes, "total_bytes": place.total_bytes}
+    fresh = disk.model_copy(update={"path": str(place.folder), **sizes})
     return record.model_copy(
         update={
             "ram_total_bytes": memory.total_bytes,

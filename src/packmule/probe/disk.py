@@ -35,12 +35,13 @@ Pass = Callable[[int], int]
 
 @dataclass(frozen=True)
 class Place:
-    """An existing folder, the file system it is on, and that file system's free bytes."""
+    """An existing folder, the file system it is on, and that file system's bytes."""
 
     folder: Path
     device: str
     filesystem: str
     free_bytes: int
+    total_bytes: int
 
 
 def locate(path: Path | str, roots: Roots = HOST) -> Place:
@@ -61,7 +62,8 @@ def locate(path: Path | str, roots: Roots = HOST) -> Place:
         raise _unusable(folder, error) from None
     mount = mount_of(folder, roots)
     device = f"{mount.source} {mount.filesystem}" if mount else f"{os.major(number)}:{os.minor(number)}"
-    return Place(folder, device, mount.filesystem if mount else "", space.f_bavail * space.f_frsize)
+    free, total = space.f_bavail * space.f_frsize, space.f_blocks * space.f_frsize
+    return Place(folder, device, mount.filesystem if mount else "", free, total)
 
 
 def measure_disk(
@@ -135,6 +137,7 @@ def _timed_passes(file: _File, place: Place, size: int, seconds: float) -> DiskS
         mix_bytes_per_second=mix_rate,
         sync_seconds=_sync_seconds(file.plain_fd, seconds),
         free_bytes=place.free_bytes,
+        total_bytes=place.total_bytes,
         device=place.device,
         filesystem=place.filesystem,
     )

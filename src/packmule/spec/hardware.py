@@ -26,6 +26,7 @@ class DiskSpeed(Record):
     mix_bytes_per_second: float = Field(gt=0, description="reads and writes 1:1, both counted")
     sync_seconds: float = Field(ge=0, description="one 4 KiB write and fdatasync")
     free_bytes: int = Field(ge=0)
+    total_bytes: int = Field(default=0, ge=0, description="size of its file system; 0: not known")
     device: str = Field(default="", description="source and type of the mount, as mountinfo gives them")
     filesystem: str = Field(default="", description="its type; files on tmpfs and ramfs are RAM")
 

@@ -375,6 +375,9 @@ class HardwareSection(Section):
     disk_path: OptionalText = Field(
         default=None, description="folder for state and work files; null: output_dir"
     )
+    tbw: AutoBytes = Field(
+        default="auto", description="bytes that disk may be written over its life, as its data sheet rates it"
+    )
     threads: AutoCount = "auto"
     state: Where = "auto"
     weights: Literal["auto", "state", "ram", "disk"] = "auto"

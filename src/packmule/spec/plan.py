@@ -138,6 +138,9 @@ class Predicted(Record):
     phases: tuple[PhaseMemory, ...]
     disk_bytes_written_per_step: int
     disk_bytes_read_per_step: int
+    disk_bytes_spilled_per_step: int = Field(
+        default=0, description="of those written: block inputs, which grow with the rows of a step"
+    )
 
 
 class Plan(Record):

@@ -96,3 +96,13 @@ def _three_digits(size: float) -> str:
     decimals = 2 if abs(size) < 9.995 else 1 if abs(size) < 99.95 else 0
     text = f"{size:.{decimals}f}"
     return text.rstrip("0").rstrip(".") if "." in text else text
+
+
+def format_share(share: float) -> str:
+    """A part of a whole as a percentage: 0.0712 -> "7.1 %", 3e-5 -> "0.003 %", 0 -> "0 %"."""
+    percent = 100 * share
+    if percent >= 10 or percent == 0:
+        return f"{percent:,.0f} %"
+    if percent < 0.001:
+        return "under 0.001 %"
+    return f"{percent:.{1 if percent >= 1 else 2 if percent >= 0.1 else 3}f} %"

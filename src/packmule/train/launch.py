@@ -13,6 +13,7 @@ from packmule.data.report import PrepareReport
 from packmule.errors import ConfigError, DiskError, OutOfMemory
 from packmule.plan.search import Found, search
 from packmule.plan.situation import Situation
+from packmule.plan.wear import refuse_wear
 from packmule.shapes.model import ModelShape
 from packmule.shapes.module import ModuleShape, Shape
 from packmule.spec.environment import Environment
@@ -67,8 +68,14 @@ def _search(situation: Situation, tokenizer: int) -> tuple[Situation, Found]:
     return grown, search(grown)
 
 
-def train(job: Job, environment: Environment, renumber: bool, quiet: bool, json_lines: bool) -> int:
+def train(
+    job: Job, environment: Environment, renumber: bool, yes: bool, quiet: bool, json_lines: bool
+) -> int:
     """Run a job, or carry on with it.
+
+    Args:
+        renumber: though its numerics are others than the run's.
+        yes: though it takes much of the disk's life.
 
     Returns:
         0; every other end is an exception with its exit code.
@@ -85,7 +92,7 @@ def train(job: Job, environment: Environment, renumber: bool, quiet: bool, json_
     show = Show(quiet=quiet, json_lines=json_lines, color=not environment.no_color)
     modules = import_sinks(job.logging.report_to)
     with interruptible(), RunLock(folder.path) as lock, show, Sinks(modules, job, folder, show.note) as sinks:
-        run = _Start(job, environment, folder, show, sinks, renumber, began)
+        run = _Start(job, environment, folder, show, sinks, renumber, yes, began)
         if run.complete():
             return 0
         request: Request | None = run.prepare()
@@ -124,6 +131,7 @@ class _Start:
         show: Show,
         sinks: Sinks,
         renumber: bool,
+        yes: bool,
         began: float,
     ) -> None:
         self.job = job
@@ -132,6 +140,7 @@ class _Start:
         self.show = show
         self.sinks = sinks
         self.renumber = renumber
+        self.yes = yes
         self.began = began
         self.plan: Plan
         self._situation: Situation
@@ -191,6 +200,8 @@ class _Start:
         situation, plans = _search(situation, tokenizer)
         self.plan = plans.plan
         self._check_disk(situation)
+        if not self.yes:
+            refuse_wear(situation, self.plan, steps - found.step)
         changed = said(found, job, fresh, data)
         for line in changed:
             show.note(line)

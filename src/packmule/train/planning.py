@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from html import escape
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ from packmule.plan.explain import tables
 from packmule.plan.search import Found, search
 from packmule.plan.situation import Situation
 from packmule.plan.table import Table, plain
+from packmule.plan.wear import wear
 from packmule.shapes.module import ModuleShape
 from packmule.spec.environment import Environment
 from packmule.spec.job import Job
@@ -75,13 +76,15 @@ class Planned:
         return [*tables(self.situation, self.found, self.steps), *data]
 
     def shown_json(self) -> str:
-        """The plan, with the data's formats and examples as `data`, or a string there that says why not."""
+        """The plan, with the data's formats and examples as `data`, or a string there that says why not; and
+        `wear`, null where the number of steps is not known."""
         data: Any = self.data
         if isinstance(data, PreviewReport):
             data = data.model_dump(mode="json")["sources"]
         elif isinstance(data, PrepareReport):
             data = data.model_dump(mode="json")
-        return json.dumps({**json.loads(self.plan.to_json()), "data": data}, indent=2) + "\n"
+        found = None if self.steps is None else asdict(wear(self.situation, self.plan, self.steps))
+        return json.dumps({**json.loads(self.plan.to_json()), "wear": found, "data": data}, indent=2) + "\n"
 
     def __str__(self) -> str:
         return plain(self.tables()).rstrip("\n")

@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -162,7 +163,7 @@ def test_little_free_space_means_a_smaller_file_or_an_error(tmp_path, monkeypatc
         return real(fd, offset, size)
 
     def with_free(free):
-        return lambda path, roots: type(place)(place.folder, place.device, place.filesystem, free)
+        return lambda path, roots: replace(place, free_bytes=free)
 
     monkeypatch.setattr(os, "posix_fallocate", allocate)
     monkeypatch.setattr(disk_module, "locate", with_free(200 << 20))

@@ -7,7 +7,7 @@ import random
 import pytest
 
 from packmule.errors import ConfigError
-from packmule.spec.units import format_bytes, format_rate, format_seconds, parse_bytes
+from packmule.spec.units import format_bytes, format_rate, format_seconds, format_share, parse_bytes
 
 
 @pytest.mark.parametrize(
@@ -82,3 +82,14 @@ def test_rates_carry_their_unit() -> None:
     assert format_rate(1.23e9) == "1.23 GB/s"
     assert format_rate(85e9, "FLOP") == "85 GFLOP/s"
     assert format_rate(312.4, "tokens") == "312 tokens/s"
+
+
+@pytest.mark.parametrize(
+    ("share", "text"),
+    [
+        (0, "0 %"), (1e-9, "under 0.001 %"), (3e-5, "0.003 %"), (0.00234, "0.23 %"), (0.0712, "7.1 %"),
+        (0.123, "12 %"), (25.5, "2,550 %"),
+    ],
+)  # fmt: skip
+def test_shares_are_percentages(share: float, text: str) -> None:
+    assert format_share(share) == text
