@@ -121,11 +121,11 @@ def test_the_loss_is_that_of_transformers_on_the_answers_alone(bench: Bench, cha
     conversations = chats(8, 30)
     write(bench.folder / "judge.jsonl", [{"messages": messages} for messages in conversations])
     job = bench.job(
-        "judged", model__path=chat_model, data__val_path="judge.jsonl", train__max_seq_length=64,
+        "judged_apart", model__path=chat_model, data__val_path="judge.jsonl", train__max_seq_length=64,
         train__max_steps=1, train__eval_rows=None, optim__learning_rate=0, optim__warmup_steps=0,
     )  # fmt: skip
     bench.run("train", job.name).succeeded()
-    folder = bench.folder / "judged"
+    folder = bench.folder / "judged_apart"
     model = transformers.AutoModelForCausalLM.from_pretrained(folder / "final", dtype=torch.float64)
     tokenizer = Tokenizer.from_file(str(bench.folder / chat_model / "tokenizer.json"))
     total, count = 0.0, 0
@@ -142,7 +142,7 @@ def test_the_loss_is_that_of_transformers_on_the_answers_alone(bench: Bench, cha
     assert first["eval/targets"] == count
     assert first["eval/loss"] == pytest.approx(total / count, rel=1e-5)
     # and all of the text when asked
-    report = bench.run("eval", "judged", "--dataset", "judge.jsonl", "--json").succeeded().json
+    report = bench.run("eval", "judged_apart", "--dataset", "judge.jsonl", "--json").succeeded().json
     assert report["targets"] == count
     assert report["loss"] == first["eval/loss"]
 
@@ -191,7 +191,7 @@ def test_a_mix_is_trained_in_its_proportions_and_resumes_in_them(bench: Bench) -
 def test_validation_data_of_its_own_is_evaluated(bench: Bench) -> None:
     bench.write_texts("held_out.jsonl", texts(9, 12))
     job = bench.job(
-        "own", data__val_path={"prose": "held_out.jsonl"}, train__max_steps=1, train__eval_rows=None
+        "own_set", data__val_path={"prose": "held_out.jsonl"}, train__max_steps=1, train__eval_rows=None
     )
     done = bench.run("train", job.name).succeeded()
     assert any(line.startswith("  held out") and "(prose)" in line for line in after(done.out, "data"))
@@ -200,7 +200,7 @@ def test_validation_data_of_its_own_is_evaluated(bench: Bench) -> None:
     for text in texts(9, 12):
         size = len(tokenizer.encode(text).ids) + 1
         targets += sum(min(32, size - at) - 1 for at in range(0, size, 32) if min(32, size - at) > 1)
-    [first, *_] = [entry for entry in entries(bench.folder / "own") if "eval/prose/loss" in entry]
+    [first, *_] = [entry for entry in entries(bench.folder / "own_set") if "eval/prose/loss" in entry]
     assert first["eval/prose/targets"] == targets
     assert math.isfinite(first["eval/prose/loss"])
 
