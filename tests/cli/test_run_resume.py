@@ -169,7 +169,7 @@ def test_a_run_can_begin_with_another_runs_checkpoint_and_ends_in_its_bits(bench
 def test_a_warm_start_takes_weights_only(bench: Bench, first: Path) -> None:
     flags = (
         "--output-dir",
-        "warm",
+        "warm_start",
         "--model",
         str(first / "checkpoint-2"),
         "--seed",
@@ -180,7 +180,7 @@ def test_a_warm_start_takes_weights_only(bench: Bench, first: Path) -> None:
     done = bench.run("train", "first.yaml", *flags, "--learning-rate", "0", "--model.init", "pretrained")
     done.succeeded()
     assert "starting: 1 steps" in done.out
-    run = bench.folder / "warm"
+    run = bench.folder / "warm_start"
     # With a rate of 0 the weights are those it began with; the moments are of one step.
     assert planes(run, "master").tobytes() == planes(first / "checkpoint-2", "master").tobytes()
     assert planes(run, "m").tobytes() != planes(first / "checkpoint-2", "m").tobytes()
