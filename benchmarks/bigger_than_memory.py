@@ -1,0 +1,288 @@
+"""Steps of a model whose state does not fit in memory, beside what its cores and its disk could do alone.
+
+    python benchmarks/bigger_than_memory.py --shape 374m --ram 1.3GB --clip 0
+    python benchmarks/bigger_than_memory.py --shape 1.1b --ram 2.5GB
+
+State (fp32 masters and AdamW moments) is on disk and committed every step. One process executes, with the
+real executor and under the plan that was found for the budget:
+
+    step    the step
+    C       the same graph with every disk task doing nothing: what the cores need
+    D       the same graph with every task of the cores doing nothing: what the disk needs
+
+Prints the step against max(C, D) (limit 1.15), D against the bytes over the disk's rate at the same mix of
+reads and writes, measured in the same run (limit 1.1), the bytes against the formula for the plan's mode
+(limit 1.05), and peak memory against the budget. Exit code 1 when a limit is missed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from statistics import median
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from packmule.engine.engine import Engine
+    from packmule.engine.runtime import StepState
+    from packmule.graph.kinds import TaskKind
+    from packmule.spec.plan import Plan
+    from packmule.spec.timeline import Timeline
+
+SHAPES = {
+    "374m": {
+        "hidden_size": 1024, "num_hidden_layers": 24, "intermediate_size": 2816, "vocab_size": 32000,
+        "num_attention_heads": 16, "num_key_value_heads": 16,
+    },
+    "1.1b": {
+        "hidden_size": 2048, "num_hidden_layers": 22, "intermediate_size": 5632, "vocab_size": 32000,
+        "num_attention_heads": 32, "num_key_value_heads": 4,
+    },
+}  # fmt: skip
+LENGTH = 512
+RATE = 1e-4
+MOST_OVER_BOUND, MOST_OVER_DISK, MOST_OVER_FORMULA = 1.15, 1.1, 1.05
+
+
+def config_of(shape: str) -> dict[str, Any]:
+    """A Hugging Face config.json."""
+    more = {"max_position_embeddings": 2048, "rms_norm_eps": 1e-6, "tie_word_embeddings": False}
+    return {"model_type": "llama", **more, **SHAPES[shape]}
+
+
+def formula(parameters: int, streamed: int, plan: Plan) -> tuple[float, float]:
+    """(read, written) bytes of a step: 12 a parameter each way for its state; 4 each way for a gradient kept
+    on disk; a bf16 weight is written once and read for each pass that no update serves.
+
+    Args:
+        parameters: of the model.
+        streamed: of the layers, which are used twice a step.
+    """
+    read = written = 12.0 * parameters
+    place, served = plan.placement, plan.update == "on-fetch"
+    if place.gradients == "disk":
+        read, written = read + 4.0 * parameters, written + 4.0 * parameters
+    passes = streamed + (0 if served else parameters)
+    if place.weights == "disk":
+        read, written = read + 2.0 * passes, written + 2.0 * parameters
+    elif place.weights == "state":
+        read += 4.0 * passes
+    return read, written
+
+
+def disk_rate(folder: Path, share_read: float) -> float:
+    """Bytes per second of O_DIRECT reads and writes in that proportion, 4 MiB at a time, of 1 GiB in all."""
+    import time
+
+    import numpy as np
+
+    from packmule.tiers.disk import PosixDisk, aligned_buffer
+
+    disk, size, count = PosixDisk(), 4 << 20, 256
+    path, buffer = folder / "rate.bin", aligned_buffer(4 << 20)
+    np.frombuffer(buffer, np.uint8)[:] = np.random.default_rng(0).integers(0, 256, size, np.uint8)
+    disk.create(path, size * count)
+    handle = disk.open(path, write=True)
+    for number in range(count):  # blocks that were never written read as zeros without the disk
+        disk.write(handle, buffer, number * size)
+    disk.sync(handle)
+    rates = []
+    for _ in range(3):
+        owed, began = 0.0, time.perf_counter()
+        for number in range(count):
+            owed += share_read
+            if owed >= 1:
+                owed -= 1
+                disk.read_into(handle, buffer, number * size)
+            else:
+                disk.write(handle, buffer, number * size)
+        disk.sync(handle)
+        rates.append(size * count / (time.perf_counter() - began))
+    disk.close(handle)
+    disk.remove(path)
+    return median(rates)
+
+
+def without(bodies: dict[TaskKind, Any], idle: Callable[[TaskKind], bool]) -> dict[TaskKind, Any]:
+    """The bodies, those of some kinds doing nothing."""
+    return {kind: (lambda runtime, task: None) if idle(kind) else body for kind, body in bodies.items()}
+
+
+def alone(engine: Engine, name: str, bodies: dict[TaskKind, Any], state: StepState) -> Timeline:
+    """One execution of a graph of the engine with other bodies."""
+    from packmule.engine.program import Program
+
+    engine.runtime.state = state
+    return Program(engine.runtime, engine.programs[name].graph, bodies).run()
+
+
+def gaps(timeline: Timeline, graph: Any) -> str:
+    """Seconds in which each resource had nothing under way, and both at once."""
+    import numpy as np
+
+    home = np.array([graph.resources[int(graph.uses.row(task)[0])] for task in range(graph.tasks)])
+    edges = np.unique(np.concatenate([timeline.start, timeline.end]))
+    busy = {}
+    for name in graph.resources:
+        mask = home == name
+        begun = np.searchsorted(np.sort(timeline.start[mask]), edges[:-1], side="right")
+        ended = np.searchsorted(np.sort(timeline.end[mask]), edges[:-1], side="right")
+        busy[name] = begun > ended
+    length = np.diff(edges)
+    idle = {name: float(length[~found].sum()) for name, found in busy.items()}
+    neither = float(length[~np.logical_or.reduce(list(busy.values()))].sum())
+    words = ", ".join(f"{name} idle {seconds:.2f} s" for name, seconds in idle.items())
+    return f"{words}, both at once {neither:.2f} s"
+
+
+def main() -> int:
+    """Measure, print, compare."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--shape", choices=sorted(SHAPES), default="374m")
+    parser.add_argument("--ram", default="1.3GB")
+    parser.add_argument("--tokens", type=int, default=2048, help="of a step")
+    parser.add_argument("--clip", type=float, default=1.0, help="0: none")
+    parser.add_argument("--steps", type=int, default=2, help="measured, after two that are not")
+    parser.add_argument("--folder", default=".", help="on the disk to use")
+    arguments = parser.parse_args()
+    from packmule.shapes.bodies import PRIMITIVES_KEPT
+    from packmule.train.memory import process_memory, trim_malloc, tune_caches, tune_malloc
+
+    tune_malloc()
+    tune_caches(PRIMITIVES_KEPT)
+    import torch
+
+    torch.set_grad_enabled(False)
+    import time
+
+    import numpy as np
+
+    from packmule.checkpoint.head import Progress
+    from packmule.data.manifest import random_manifest
+    from packmule.engine.bodies import BODIES
+    from packmule.engine.engine import Engine, Needs
+    from packmule.engine.runtime import StepState
+    from packmule.graph.kinds import TaskKind
+    from packmule.graph.model import PlannedModel
+    from packmule.graph.traffic import is_io, traffic
+    from packmule.models.weights.source import RandomSource
+    from packmule.optim.adamw import Update
+    from packmule.plan.search import search
+    from packmule.probe import load
+    from packmule.shapes.model import ModelShape
+    from packmule.spec.batch import IGNORED, Batch
+    from packmule.spec.environment import read_environment
+    from packmule.spec.job import load_job
+    from packmule.spec.units import format_bytes, parse_bytes
+    from packmule.tiers.disk import PosixDisk
+    from packmule.train.folder import RunFolder
+    from packmule.train.setup import costs_of, make_kernels, make_store
+    from packmule.train.situation import make_numerics, make_situation
+    from packmule.train.transfer import import_weights
+
+    budget, rows = parse_bytes(arguments.ram), arguments.tokens // LENGTH
+    with tempfile.TemporaryDirectory(dir=arguments.folder) as name:
+        hardware = load(read_environment().cache / "probe.json", name)
+        config = config_of(arguments.shape)
+        shape = ModelShape.from_config(config, "benchmark")
+        job = load_job(
+            f"model: {{path: none-needed}}\n"
+            f"train: {{output_dir: {name}, max_seq_length: {LENGTH}, global_batch_size: {rows}, "
+            f"max_steps: 100, precision: bf16-mixed}}\n"
+            f"optim: {{learning_rate: {RATE}, lr_scheduler: constant, max_grad_norm: {arguments.clip}}}\n"
+            f"hardware: {{state: disk}}\n",
+            "benchmark",
+        )
+        situation = make_situation(
+            job, shape, hardware, budget, None, make_numerics(job, hardware, 100), False, 0
+        )
+        # Alone in its process: what the parent of a run would take is not there.
+        situation = replace(
+            situation,
+            mean_length=float(LENGTH),
+            hardware=hardware.model_copy(update={"parent_baseline_bytes": 0}),
+            evaluation_rows=(),
+        )
+        plan = search(situation).plan
+        kernels, disk, folder = make_kernels(plan), PosixDisk(), RunFolder(Path(name), Path(name))
+        store = make_store(disk, folder, shape, plan, kernels)
+        store.create_files()
+        progress = Progress(step=0, cursor=0, tokens=0, numerics=plan.numerics, job_hash="", model=config)
+        with RandomSource(random_manifest(config, 0)) as source:
+            import_weights(store, shape, source, progress, lambda done, total: None)
+        trim_malloc()
+        engine = Engine(
+            PlannedModel(shape, plan), kernels, store, disk, folder.state, costs_of(hardware, plan),
+            Needs(mean_length=float(LENGTH)),
+        )  # fmt: skip
+        engine.arena.touch()
+        engine.load()
+        rng, batches = np.random.default_rng(0), []
+        for count in plan.numerics.micro_rows:
+            ids = rng.integers(0, shape.vocab, (count, LENGTH))
+            after = np.full_like(ids, IGNORED)
+            after[:, :-1] = ids[:, 1:]
+            places = np.tile(np.arange(LENGTH, dtype=np.int32), count)
+            batches.append(Batch(ids.reshape(-1), after.reshape(-1), places, (LENGTH,) * count))
+        targets, seconds = rows * (LENGTH - 1), []
+        for step in range(1, arguments.steps + 3):
+            began = time.perf_counter()
+            result = engine.step(batches, targets, Update(step, RATE), progress, commit=True)
+            seconds.append(time.perf_counter() - began)
+        peak = process_memory().peak
+        graph = engine.programs["step, commit"].graph
+
+        def state() -> StepState:
+            micro = plan.numerics.micro_tokens
+            prepared = [engine.runtime.prepare(batch) for batch in batches]
+            return StepState(
+                prepared, arguments.steps + 3, micro, 1 / targets, Update(arguments.steps + 3, RATE), progress
+            )
+
+        def on_disk(kind: TaskKind) -> bool:
+            return is_io(kind) or kind == TaskKind.COMMIT
+
+        disk_alone = [
+            alone(engine, "step, commit", without(BODIES, lambda kind: not on_disk(kind)), state()).seconds
+            for _ in range(2)
+        ]
+        cores = alone(engine, "step, commit", without(BODIES, on_disk), state()).seconds
+        read, written = traffic(graph)
+        rate = disk_rate(Path(name), read / (read + written))
+        engine.close()
+    measured, bound = median(seconds[2:]), max(cores, min(disk_alone))
+    stated = sum(formula(shape.numel, sum(b.numel for b in shape.blocks() if b.kind == "layer"), plan))
+    place = plan.placement
+    print(
+        f"{arguments.shape}: {shape.numel / 1e6:.0f}M parameters, {arguments.tokens} tokens a step, "
+        f"clip {arguments.clip or 'off'}, {hardware.cpu}, {plan.numerics.threads} threads\n"
+        f"plan      {plan.update}, weights {place.weights}, gradients {place.gradients}, "
+        f"inputs {place.inputs}, {sum(plan.recompute)} of {shape.layers} layers recomputed, micro-batches "
+        f"{'+'.join(map(str, plan.numerics.micro_rows))}, prefetch {plan.io.prefetch}, chunks "
+        f"{format_bytes(plan.io.chunk_bytes)}\n"
+        f"peak      {format_bytes(peak)} of {format_bytes(budget)}\n"
+        f"step      {measured:.2f} s (all: {', '.join(f'{s:.2f}' for s in seconds)}); C {cores:.2f} s, "
+        f"D {min(disk_alone):.2f} s\n"
+        f"          {gaps(result.timeline, graph)}\n"
+        f"disk      {format_bytes(read)} read, {format_bytes(written)} written; {format_bytes(rate)}/s "
+        "in that proportion"
+    )
+    ok = peak <= budget
+    for text, value, limit in (
+        ("step / max(C, D)", measured / bound, MOST_OVER_BOUND),
+        ("D / (bytes / rate)", min(disk_alone) * rate / (read + written), MOST_OVER_DISK),
+        ("bytes / formula", (read + written) / stated, MOST_OVER_FORMULA),
+    ):
+        print(f"{text:20} {value:.3f} (limit {limit}){'' if value <= limit else '  MISSED'}")
+        ok = ok and value <= limit
+    return 0 if ok else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
