@@ -172,7 +172,7 @@ def main() -> int:
     from packmule.graph.model import PlannedModel
     from packmule.graph.traffic import is_io, traffic
     from packmule.models.weights.source import RandomSource
-    from packmule.optim.adamw import Update
+    from packmule.optim.rule import Update
     from packmule.plan.search import search
     from packmule.probe import load
     from packmule.shapes.model import ModelShape

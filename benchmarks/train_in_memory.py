@@ -99,7 +99,7 @@ def run_packmule(
     from packmule.engine.engine import Engine, Needs
     from packmule.graph.model import PlannedModel
     from packmule.models.weights.source import RandomSource
-    from packmule.optim.adamw import Update
+    from packmule.optim.rule import Update
     from packmule.plan.search import search
     from packmule.probe import load
     from packmule.shapes.model import ModelShape

@@ -1,4 +1,4 @@
-// Embedding, soft caps, gradient accumulation, casts, norms and AdamW. Shapes and formulas: contract.py.
+// Embedding, soft caps, gradient accumulation, casts, norms, AdamW and SGD. Shapes and formulas: contract.py.
 #pragma once
 
 #include <stdlib.h>
@@ -157,6 +157,22 @@ void adamw(Pool* pool, int64_t count, S* master, S* first, S* second, const G* g
       const V<S> p = load(master + i, lanes) * decay - step * rate;
       store(first + i, m, lanes);
       store(second + i, v, lanes);
+      store(master + i, p, lanes);
+      return p;
+    };
+    if (weight)
+      each(begin, end, [&](int64_t i, auto lanes) { store(weight + i, update(i, lanes), lanes); });
+    else
+      each(begin, end, [&](int64_t i, auto lanes) { update(i, lanes); });
+  });
+}
+
+template <class S, class G, class W>
+void sgd(Pool* pool, int64_t count, S* master, const G* grad, W* weight, double decay, double rate) {
+  const S kept = S(decay), step = S(rate);
+  parallel_flat(pool, count, 2 * sizeof(S) + sizeof(G) + sizeof(W), [=](int64_t begin, int64_t end) {
+    const auto update = [=](int64_t i, auto lanes) {
+      const V<S> p = load(master + i, lanes) * kept - load(grad + i, lanes) * step;
       store(master + i, p, lanes);
       return p;
     };

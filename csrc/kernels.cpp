@@ -196,6 +196,23 @@ PM_API PM_NAME(adamw)(Pool* pool, int grad_dtype, int weight_dtype, int64_t coun
   });
 }
 
+PM_API PM_NAME(sgd)(Pool* pool, int grad_dtype, int weight_dtype, int64_t count, void* master, const void* grad,
+                    void* weight, double decay, double rate) {
+  return with(grad_dtype, [=](auto grad_tag) {
+    return with(weight_dtype, [=](auto weight_tag) {
+      using G = TypeOf<decltype(grad_tag)>;
+      using W = TypeOf<decltype(weight_tag)>;
+      if constexpr (kMatch<G, W>) {
+        using S = typename Wide<G>::type;
+        sgd<S, G, W>(pool, count, (S*)master, (const G*)grad, (W*)weight, decay, rate);
+        return 0;
+      } else {
+        return 3;
+      }
+    });
+  });
+}
+
 PM_API PM_NAME(causal_softmax)(Pool* pool, int dtype, int64_t batch, int64_t n, int64_t m, void* scores,
                                int64_t offset, int64_t window, double scale, void* lse) {
   return with(dtype, [=](auto tag) {

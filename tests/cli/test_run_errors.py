@@ -201,15 +201,6 @@ def test_a_run_that_another_process_holds_is_refused_in_these_words(bench: Bench
         )  # fmt: skip
 
 
-def test_on_backward_with_clipping_is_refused_with_both_ways_out(bench: Bench) -> None:
-    message = bench.run("plan", bench.job("clip").name, "--update", "on-backward").refused()
-    assert "`optim.max_grad_norm` = 1" in message
-    assert "--update on-fetch" in message
-    assert "--max-grad-norm 0" in message
-    assert bench.run("plan", "clip.yaml", "--update", "on-backward", "--max-grad-norm", "0").code == 0
-    assert bench.run("plan", "clip.yaml", "--update", "on-fetch").code == 0
-
-
 def test_an_output_folder_that_cannot_be_made_is_a_disk_error(bench: Bench) -> None:
     (bench.folder / "file").write_text("")
     cause = f"{bench.folder}/file/run cannot be written: Not a directory."

@@ -372,6 +372,21 @@ def formula_adamw(t):
     return {"master": p, "m": m, "v": v} | ({"weight": p} if "weight" in t else {})
 
 
+def make_sgd(low_grad: bool, weight: bool):
+    def make(rng, dtype, size):
+        t = {"master": normal(rng, *size, dtype=wide(dtype))}
+        t["grad"] = normal(rng, *size, dtype=dtype if low_grad else wide(dtype))
+        return t | ({"weight": unset(*size, dtype=dtype)} if weight else {})
+
+    return make
+
+
+def formula_sgd(t):
+    """Gradient descent with decoupled decay: learning rate 3e-3, decay 0.1, gradients times 0.7."""
+    p = t["master"] - 3e-3 * (0.7 * t["grad"] + 0.1 * t["master"])
+    return {"master": p} | ({"weight": p} if "weight" in t else {})
+
+
 def make_causal_softmax(rng, dtype, size):
     batch, n, m, offset, *window = size
     scores = normal(rng, batch, n, m, dtype=dtype, scale=5)
@@ -706,6 +721,16 @@ CASES = (
             make_adamw(low, weight),
             lambda k, t: k.adamw(t["master"], t["m"], t["v"], t["grad"], t.get("weight"), *ADAMW.values()),
             formula_adamw,
+        )
+        for low, weight in ((False, False), (False, True), (True, False), (True, True))
+    ),
+    *(
+        Case(
+            f"sgd{'+low gradient' * low}{'+weight' * weight}",
+            FLAT,
+            make_sgd(low, weight),
+            lambda k, t: k.sgd(t["master"], t["grad"], t.get("weight"), 3e-3, 0.1, 0.7),
+            formula_sgd,
         )
         for low, weight in ((False, False), (False, True), (True, False), (True, True))
     ),

@@ -360,6 +360,7 @@ REFUSED = (
     ("dst has 2 elements", lambda k: k.cast(F(2), F(3))),
     ("grad is float64", lambda k: k.adamw(F(2), F(2), F(2), F(2).double(), None, *ADAMW.values())),
     ("step is 0", lambda k: k.adamw(F(2), F(2), F(2), F(2), None, 1e-3, 0.9, 0.9, 1e-8, 0.0, 0, 1.0)),
+    ("grad has 3 elements", lambda k: k.sgd(F(2), F(3), None, 1e-3, 0.0, 1.0)),
     ("chosen", lambda k: k.dispatch(INT(2, 1) + 3, LONG(2), LONG(2), LONG(4))),
     ("chosen", lambda k: k.route_backward(F(1, 3), INT(1, 1) - 1, F(1, 1), F(3), False, F(1, 3))),
     ("3 of 2 experts", lambda k: k.route(F(1, 2), False, INT(1, 3), F(1, 3), F(2))),

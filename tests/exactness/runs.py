@@ -18,14 +18,16 @@ from packmule.checkpoint.store import StateStore
 from packmule.engine.engine import Engine, Needs
 from packmule.engine.program import Program
 from packmule.graph.costs import Costs
-from packmule.graph.model import PLANES, PlannedModel
+from packmule.graph.model import PlannedModel
 from packmule.graph.step import StepGraph
 from packmule.kernels.contract import Kernels
 from packmule.models.context import TokenBatch
-from packmule.optim.adamw import AdamW, Update
+from packmule.optim.rule import Update
+from packmule.optim.rules import rule_of
 from packmule.optim.schedules import rates
 from packmule.shapes.bodies import DTYPES
 from packmule.shapes.model import ModelShape
+from packmule.shapes.state import STATES
 from packmule.spec.batch import IGNORED, Batch
 from packmule.spec.growth import Growth, rows_at, rows_before
 from packmule.spec.plan import (
@@ -44,6 +46,9 @@ COSTS = Costs(1e11, 4e10, 1e10, 1e9, 1e9, 1e-4, 1e-5)
 
 Trace = list[tuple[float, float]]
 """(loss, gradient norm) per step."""
+
+Moments = list[dict[str, tuple[torch.Tensor, ...]]]
+"""Per block, parameter name -> its planes but the master: (m, v) of AdamW."""
 
 Image = list[bytes]
 """Every plane of every block."""
@@ -152,6 +157,11 @@ def count_targets(batches: Sequence[Batch]) -> int:
 # State on disk
 
 
+def planes_of(numerics: Numerics) -> tuple[str, ...]:
+    """The names of a rule's planes."""
+    return STATES[numerics.optimizer.rule].planes
+
+
 def progress(plan: Plan, step: int) -> Progress:
     """What a commit after `step` steps records."""
     return Progress(
@@ -167,7 +177,7 @@ def progress(plan: Plan, step: int) -> Progress:
 def open_store(folder: Path, shape: ModelShape, plan: Plan, kernels: Kernels, disk: Disk) -> StateStore:
     """The run's state; not loaded."""
     dtype = DTYPES[plan.numerics.precision].master
-    layout = StateLayout.of(shape.blocks(), PLANES, dtype, plan.io.chunk_bytes)
+    layout = StateLayout.of(shape.blocks(), planes_of(plan.numerics), dtype, plan.io.chunk_bytes)
     return StateStore(disk, folder, layout, kernels.crc32c)
 
 
@@ -178,7 +188,7 @@ def start_run(
     store = open_store(folder, model.shape, plan, kernels, disk or PosixDisk())
     store.create_files()
     buffer = aligned_buffer(plan.io.chunk_bytes)
-    for block, image in enumerate(image_of(model)):
+    for block, image in enumerate(image_of(model, plan.numerics)):
         store.begin(block)
         at = 0
         for index, chunk in enumerate(store.layout.chunks(block)):
@@ -297,22 +307,22 @@ class PlainRun:
     Attributes:
         trace: of each step.
         images: the state after 0, 1, ... steps.
-        moments: per block, parameter name -> (m, v), at the end.
+        moments: per block, parameter name -> its planes but the master, at the end.
     """
 
     trace: Trace
     images: list[Image]
-    moments: list[dict[str, tuple[torch.Tensor, torch.Tensor]]]
+    moments: Moments
 
 
 def plain_run(model: PlainModel, numerics: Numerics, data: Data, steps: int, kernels: Kernels) -> PlainRun:
     """Every tensor resident, one task after the other. Changes `model.params`."""
-    rule = AdamW(numerics.optimizer)
+    rule, count = rule_of(numerics.optimizer), len(planes_of(numerics)) - 1
     moments = [
-        {name: (torch.zeros_like(value), torch.zeros_like(value)) for name, value in named.items()}
+        {name: tuple(torch.zeros_like(value) for _ in range(count)) for name, value in named.items()}
         for named in model.params
     ]
-    trace, images = [], [image_of(model)]
+    trace, images = [], [image_of(model, numerics)]
     for step in range(steps):
         batches = [TokenBatch.from_batch(batch) for batch in data.batches(step, numerics)]
         loss, grads = plain_step(model, batches, numerics.loss_chunk, capacity=max(numerics.micro_tokens))
@@ -328,18 +338,16 @@ def plain_run(model: PlainModel, numerics: Numerics, data: Data, steps: int, ker
                 planes = [named[p.name].view(-1), *(m.view(-1) for m in states[p.name])]
                 rule.apply(kernels, update, p.role, planes, gradient[p.name].view(-1), None)
         trace.append((loss, total))
-        images.append(image_of(model, moments))
+        images.append(image_of(model, numerics, moments))
     return PlainRun(trace, images, moments)
 
 
-def image_of(
-    model: PlainModel, moments: list[dict[str, tuple[torch.Tensor, torch.Tensor]]] | None = None
-) -> Image:
+def image_of(model: PlainModel, numerics: Numerics, moments: Moments | None = None) -> Image:
     """What state.bin should hold; moments are zero when left out."""
     images = []
     for block, named in zip(model.blocks, model.params, strict=True):
         place = block.layout(model.types.master)
-        image = bytearray(3 * place.bytes)
+        image = bytearray(len(planes_of(numerics)) * place.bytes)
         for entry in place.entries:
             values = (named[entry.name], *(moments[block.index][entry.name] if moments else ()))
             for number, value in enumerate(values):

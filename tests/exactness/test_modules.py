@@ -15,7 +15,7 @@ from packmule.engine.executor import Stopped
 from packmule.kernels.contract import Kernels
 from packmule.models.modules.samples import Draw
 from packmule.models.views import TORCH_DTYPES
-from packmule.optim.adamw import Update
+from packmule.optim.rule import Update
 from packmule.plan.candidates import allowed
 from packmule.spec.plan import Placement, Plan
 from packmule.spec.tally import Tally

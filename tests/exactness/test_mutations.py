@@ -54,6 +54,11 @@ PLANS = {
         "clip": None,
         "prefetch": 1,
     },
+    "two passes": {
+        "placement": Placement(state="disk", weights="state", inputs="disk"),
+        "update": "on-backward",
+        "prefetch": 1,
+    },
     "ram": {"placement": Placement(state="ram", weights="state", gradients="disk"), "update": "on-fetch"},
 }
 

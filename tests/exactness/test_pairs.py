@@ -35,12 +35,13 @@ AXES = {
     "order": ("breadth", "depth"),
     "recompute": ((True, True), (False, False), (True, False)),
     "clip": (None, 1.0),
+    "rule": ("adamw", "lomo"),
     "tied": (True, False),
     "commit_steps": (1, 3),
 }
-"""Everything a plan chooses, with precision, split, clip and tie, which also choose bits."""
+"""Everything a plan chooses, with precision, split, clip, rule and tie, which also choose bits."""
 
-NUMERICS = ("precision", "micro_rows", "clip", "tied")
+NUMERICS = ("precision", "micro_rows", "clip", "tied", "rule")
 
 
 DRAWN = ("precision", "order", "recompute", "commit_steps")
@@ -71,7 +72,7 @@ def plan_of(row: Row) -> Plan:
             "commit_steps",
         )
     }
-    return make_plan(placement=placement, steps=STEPS, **choices)
+    return make_plan(placement=placement, steps=STEPS, optimizer={"rule": row["rule"]}, **choices)
 
 
 def offered(row: Row) -> bool:

@@ -64,6 +64,13 @@ PLANS = {
         "prefetch": 2,
         "chunk_bytes": 16384,
     },
+    "lomo, two passes": {
+        "placement": Placement(state="disk", weights="state", inputs="disk"),
+        "update": "on-backward",
+        "recompute": (False, True, False, True),
+        "optimizer": {"rule": "lomo"},
+        "chunk_bytes": 16384,
+    },
     "ram, on-fetch": {
         "placement": Placement(state="ram", weights="ram", gradients="disk"),
         "update": "on-fetch",

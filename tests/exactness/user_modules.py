@@ -20,16 +20,18 @@ from torch.nn import functional as F
 from packmule.checkpoint.layout import StateLayout
 from packmule.checkpoint.store import StateStore
 from packmule.engine.engine import Engine, Needs
-from packmule.graph.model import PLANES, PlannedModel
+from packmule.graph.model import PlannedModel
 from packmule.kernels.contract import Kernels
 from packmule.models.modules.bodies import ModuleBodies
 from packmule.models.modules.build import Part, UserModel, build
 from packmule.models.modules.samples import Draw, SampleBatch, Samples
 from packmule.models.views import TORCH_DTYPES
-from packmule.optim.adamw import AdamW, Update
+from packmule.optim.adamw import AdamW
+from packmule.optim.rule import Update
 from packmule.optim.schedules import learning_rate
 from packmule.shapes.bodies import DTYPES
 from packmule.shapes.module import Cost, ModulePart, ModuleShape, TensorRecord
+from packmule.shapes.state import STATES
 from packmule.spec.plan import Plan
 from packmule.tiers.disk import Disk, PosixDisk, aligned_buffer
 
@@ -160,7 +162,7 @@ class ModuleCase:
     def store(self, folder: Path, kernels: Kernels, disk: Disk | None = None) -> StateStore:
         """The run's state; not loaded."""
         dtype = DTYPES[self.plan.numerics.precision].master
-        layout = StateLayout.of(self.shape.blocks(), PLANES, dtype, self.plan.io.chunk_bytes)
+        layout = StateLayout.of(self.shape.blocks(), STATES["adamw"].planes, dtype, self.plan.io.chunk_bytes)
         return StateStore(disk or PosixDisk(), folder, layout, kernels.crc32c)
 
     def start(self, folder: Path, kernels: Kernels) -> None:

@@ -41,6 +41,7 @@ PLANS = {
         "clip": None,
         "placement": Placement(state="disk", weights="state"),
     },
+    "two passes": {"update": "on-backward"},
     "on-fetch": {"update": "on-fetch"},
     "on-fetch, disk": {
         "update": "on-fetch",

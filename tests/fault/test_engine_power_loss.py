@@ -36,6 +36,11 @@ PLANS = {
         "clip": None,
         "commit_steps": 3,
     },
+    "lomo, two passes": {
+        "placement": Placement(state="disk", weights="state", inputs="disk"),
+        "update": "on-backward",
+        "optimizer": {"rule": "lomo"},
+    },
 }
 
 

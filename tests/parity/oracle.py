@@ -103,16 +103,20 @@ def oracle(model: PlainModel, config: Config) -> transformers.PreTrainedModel:
 
 def gradients(model: PlainModel, twin: transformers.PreTrainedModel) -> list[Named]:
     """The twin's gradients by block and our names."""
-    found = {name: p.grad for name, p in twin.named_parameters() if p.grad is not None}
-    grads: list[Named] = []
+    return by_block(model, {name: p.grad for name, p in twin.named_parameters() if p.grad is not None})
+
+
+def by_block(model: PlainModel, tensors: Mapping[str, Tensor]) -> list[Named]:
+    """What transformers keeps by its names (parameters or gradients) by block and our names."""
+    found: list[Named] = []
     for block in model.blocks:
         named: Named = {}
         for tensor in hf_tensors(block):
-            grad = unstacked(model.shape.family, found, tensor.name)
-            whole = grad.t() if tensor.transposed else grad
+            value = unstacked(model.shape.family, tensors, tensor.name)
+            whole = value.t() if tensor.transposed else value
             named.update({p.name: whole[tensor.rows(p)] for p in tensor.parameters})
-        grads.append(named)
-    return grads
+        found.append(named)
+    return found
 
 
 def oracle_step(

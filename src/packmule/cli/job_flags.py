@@ -48,7 +48,7 @@ FLAGS = (
     Flag("lr-scheduler", "NAME", "constant, linear, cosine or wsd."),
     Flag("warmup-steps", "STEPS", "Steps over which the learning rate rises."),
     Flag("warmup-ratio", "SHARE", "The same as a share of all steps."),
-    Flag("optim", "NAME", "adamw."),
+    Flag("optim", "NAME", "adamw or lomo."),
     Flag("weight-decay", "NUMBER", "Decoupled weight decay."),
     Flag("max-grad-norm", "NORM", "Clip the global gradient norm; 0 or null: off."),
     Flag("precision", "NAME", "auto, fp32, bf16-mixed or fp64."),

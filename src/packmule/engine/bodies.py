@@ -20,7 +20,7 @@ from packmule.engine.access import weights as _weights
 from packmule.engine.program import Range, Task
 from packmule.engine.runtime import Runtime, Specs, StepState
 from packmule.errors import RunFailed
-from packmule.graph.kinds import BufferKind, TaskKind, Tier
+from packmule.graph.kinds import SECOND, BufferKind, TaskKind, Tier
 from packmule.models import decode, decoder
 from packmule.models import experts as mixture
 from packmule.models.views import TORCH_DTYPES
@@ -66,6 +66,11 @@ def _tokens(runtime: Runtime, task: Task) -> int:
     return runtime.state.capacities[task.micro]
 
 
+def _recomputes(runtime: Runtime, task: Task) -> bool:
+    """Whether a backward runs forward again: the first of two overwrites what was saved."""
+    return task.part == SECOND or runtime.model.recomputes(task.block)
+
+
 # Compute
 
 
@@ -107,7 +112,7 @@ def layer_backward(runtime: Runtime, task: Task) -> None:
             dy,
             grads,
             first=task.micro == 0,
-            recompute=runtime.model.recomputes(task.block),
+            recompute=_recomputes(runtime, task),
         )
 
 
@@ -190,7 +195,7 @@ def route_backward(runtime: Runtime, task: Task) -> None:
             dy,
             grads,
             first=task.micro == 0,
-            recompute=runtime.model.recomputes(task.block),
+            recompute=_recomputes(runtime, task),
         )
 
 
@@ -367,9 +372,9 @@ def head_decode(runtime: Runtime, task: Task) -> None:
 def _noise(runtime: Runtime, task: Task, grads: Mapping[str, Tensor]) -> Iterator[None]:
     """Add the squared norm of what a micro-batch adds to the gradients of the block's norm weights
     to its sum, for the gradient noise scale (packmule.optim.noise). A step of one micro-batch has
-    no noise to see."""
+    no noise to see, and a second backward none that is new."""
     state = runtime.state
-    if len(state.batches) < 2:
+    if len(state.batches) < 2 or task.part == SECOND:
         yield
         return
     names = [p.name for p in runtime.model.blocks[task.block].parameters if p.role == "norm"]
@@ -395,7 +400,8 @@ def norm(runtime: Runtime, task: Task) -> None:
 def clip(runtime: Runtime, task: Task) -> None:
     """The factor goes to its buffer: float64, first 8 bytes."""
     limit = runtime.model.plan.numerics.clip
-    norms = {block.index: _norms(runtime, task, block.index).tolist() for block in runtime.model.blocks}
+    blocks = [b.index for b in runtime.model.blocks if task.find(BufferKind.NORMS, b.index) is not None]
+    norms = {block: _norms(runtime, task, block).tolist() for block in blocks}
     total = math.sqrt(StepState(norms=norms).square)
     factor = 1.0 if limit is None else min(1.0, limit / (total + CLIP_EPS))
     _tensor(runtime, task.get(BufferKind.SCALE, -1).offset, 1, "float64").fill_(factor)

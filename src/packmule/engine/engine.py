@@ -25,7 +25,7 @@ from packmule.graph.simulate import simulate
 from packmule.graph.step import StepGraph
 from packmule.kernels.contract import Kernels
 from packmule.models.decode import sample
-from packmule.optim.adamw import Update
+from packmule.optim.rule import Update
 from packmule.spec.batch import Batch
 from packmule.spec.tally import Tally
 from packmule.spec.timeline import Timeline

@@ -18,8 +18,9 @@ from packmule.graph.model import PlannedModel
 from packmule.kernels.contract import Kernels
 from packmule.models.context import Decoder, TokenBatch
 from packmule.models.views import views
-from packmule.optim.adamw import AdamW, Update
 from packmule.optim.noise import Noise, estimate
+from packmule.optim.rule import Update
+from packmule.optim.rules import rule_of
 from packmule.shapes.layout import Layout, TensorSpec, layout
 from packmule.spec.tally import Tally
 from packmule.tiers.arena import Arena
@@ -150,7 +151,7 @@ class Runtime:
         if modules is None:
             longest = max(numerics.max_seq_length, positions)
             self._decoder = Decoder.create(kernels, model.decoder, model.types, longest)
-        self.rule = AdamW(numerics.optimizer)
+        self.rule = rule_of(numerics.optimizer)
         self.state = StepState()
         self.weight_layouts = [block.layout(model.types.compute) for block in model.blocks]
         self.plane_layouts = [block.layout(model.types.master) for block in model.blocks]

@@ -12,7 +12,7 @@ from functools import partial
 
 from packmule.graph.builder import GraphBuilder
 from packmule.graph.costs import Costs
-from packmule.graph.kinds import BufferKind, TaskKind, Tier
+from packmule.graph.kinds import SECOND, BufferKind, TaskKind, Tier
 from packmule.graph.model import PlannedModel
 from packmule.graph.step import StepGraph
 from packmule.shapes import bodies
@@ -279,12 +279,14 @@ class Emitter:
         block: int,
         micro: int,
         recompute: bool = True,
+        again: bool = False,
     ) -> None:
         """A task of the model's own, with the scratch it needs.
 
         Args:
             tokens: most tokens of its micro-batch.
             recompute: a backward runs forward again.
+            again: it belongs to the second backward of a step that has two.
         """
         works = self.model.works
         size = works.scratch(kind, block, tokens)
@@ -296,6 +298,7 @@ class Emitter:
             [*writes, *scratch],
             block,
             micro,
+            SECOND if again else -1,
             workspace=works.workspace(kind, block, tokens),
         )
 

@@ -55,7 +55,7 @@ class ExpertTasks:
     def closed(self, block: int, micro: int) -> list[int]:
         """ROUTED and DISPATCHED, which a layer's first block reads in its backward."""
         key = (block, micro)
-        return [self.routed.pop(key), self._dispatched.pop(key)]
+        return [self.routed[key], self._dispatched.pop(key)]
 
     def forward(
         self,

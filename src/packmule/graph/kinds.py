@@ -67,6 +67,10 @@ COMPUTE = frozenset(
 )
 
 
+SECOND = 1
+"""The part of a compute task that belongs to the second backward of a step that has two."""
+
+
 class BufferKind(IntEnum):
     """What a buffer holds."""
 

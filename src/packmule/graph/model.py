@@ -11,10 +11,8 @@ from packmule.shapes.bodies import Dtypes, dtypes
 from packmule.shapes.layout import PAGE, round_up
 from packmule.shapes.model import Block, ModelShape
 from packmule.shapes.module import Shape
+from packmule.shapes.state import STATES
 from packmule.spec.plan import Plan
-
-PLANES = ("master", "m", "v")
-"""What AdamW keeps per parameter; one plane each."""
 
 
 @dataclass(frozen=True)
@@ -23,7 +21,11 @@ class PlannedModel:
 
     shape: Shape
     plan: Plan
-    planes: tuple[str, ...] = PLANES
+
+    @property
+    def planes(self) -> tuple[str, ...]:
+        """Of the plan's update rule, master first."""
+        return STATES[self.plan.numerics.optimizer.rule].planes
 
     @cached_property
     def types(self) -> Dtypes:
@@ -66,6 +68,11 @@ class PlannedModel:
     def recomputes(self, block: int) -> bool:
         """Whether the backward of a block's layer runs its forward again."""
         return self.plan.recompute[self.blocks[block].layer]
+
+    @property
+    def two_passes(self) -> bool:
+        """Whether a step runs backward twice: for the norm, then to update blocks on the way."""
+        return self.plan.update == "on-backward" and self.plan.numerics.clip is not None
 
     @cached_property
     def plane_bytes(self) -> tuple[int, ...]:

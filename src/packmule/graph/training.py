@@ -81,7 +81,7 @@ class _Step:
         self.spilled: dict[tuple[int, int, int], int] = {}
         self.clip_scale = -1
         self.balanced = False
-        self.gradients: dict[int, int] = {}
+        self.gradients: dict[tuple[int, bool], int] = {}
         self.norms: list[int] = []
 
     # Buffers that visits share
@@ -100,14 +100,19 @@ class _Step:
             self.dy[micro] = self.emitter.ram(BufferKind.DY, size, micro=micro)
         return self.dy[micro]
 
-    def gradient(self, block: int) -> int:
-        if block not in self.gradients:
+    def gradient(self, block: int, again: bool = False) -> int:
+        """A block's gradient.
+
+        Args:
+            again: that of the second backward of a step that has two.
+        """
+        if (block, again) not in self.gradients:
             if self.emitter.has_resident(BufferKind.GRADIENT, Tier.RAM, block):
-                self.gradients[block] = self.emitter.resident(BufferKind.GRADIENT, Tier.RAM, block)
+                buffer = self.emitter.resident(BufferKind.GRADIENT, Tier.RAM, block)
             else:
-                size = self.model.plane_bytes[block]
-                self.gradients[block] = self.emitter.ram(BufferKind.GRADIENT, size, block)
-        return self.gradients[block]
+                buffer = self.emitter.ram(BufferKind.GRADIENT, self.model.plane_bytes[block], block)
+            self.gradients[block, again] = buffer
+        return self.gradients[block, again]
 
     @property
     def scale(self) -> int | None:
@@ -207,7 +212,7 @@ class _Step:
             self.saved[block, micro] = saved
         emitter.compute(kind, tokens, reads, [*writes, *saved], block, micro)
 
-    def loss(self, micros: list[int]) -> Visit:
+    def loss(self, micros: list[int], again: bool) -> Visit:
         """The head: forward and backward at once, in chunks of tokens."""
         visit = Visit()
         emitter, model, block = self.emitter, self.model, self.head
@@ -219,31 +224,32 @@ class _Step:
             visit.fetch = [*visit.fetch, *stream]
             weights = [*weights, *more]
         for micro in micros:
-            visit.compute.append(partial(self._loss, micro, weights, shared))
+            visit.compute.append(partial(self._loss, micro, weights, shared, again))
         return visit
 
-    def _loss(self, micro: int, weights: list[int], shared: int | None) -> None:
+    def _loss(self, micro: int, weights: list[int], shared: int | None, again: bool) -> None:
         block = self.head
         owners = [block] if shared is None else [block, shared]
-        writes = [self.output_gradient(micro), *(self.gradient(owner) for owner in owners)]
+        writes = [self.output_gradient(micro), *(self.gradient(owner, again) for owner in owners)]
         reads = [*weights, self.input(block, micro)]
-        self.emitter.compute(TaskKind.HEAD_LOSS, self.tokens[micro], reads, writes, block, micro)
+        tokens = self.tokens[micro]
+        self.emitter.compute(TaskKind.HEAD_LOSS, tokens, reads, writes, block, micro, again=again)
 
-    def backward(self, block: int, micros: list[int]) -> Visit:
+    def backward(self, block: int, micros: list[int], again: bool) -> Visit:
         """Fetch weights and spilled inputs, run; the aftermath is `complete`'s."""
         visit = Visit()
         if block == 0:
             embedding: list[int] = []
             if self.model.works.embed_backward_reads_weights:
                 visit.fetch, embedding = self.emitter.weights(block)
-            visit.compute = [partial(self._embed_backward, micro, embedding) for micro in micros]
+            visit.compute = [partial(self._embed_backward, micro, embedding, again) for micro in micros]
             return visit
         visit.fetch, weights = self.emitter.weights(block)
         visit.fetch = list(visit.fetch)
         for micro in micros:
             for kind in self.spills(block):
                 visit.fetch.append(Piece(partial(self._unspill, kind, block, micro), None))
-            visit.compute.append(partial(self._backward, block, micro, weights))
+            visit.compute.append(partial(self._backward, block, micro, weights, again))
         return visit
 
     def _unspill(self, kind: BufferKind, block: int, micro: int) -> None:
@@ -251,13 +257,15 @@ class _Step:
         size = self._spilled_bytes(kind, owner, micro)
         target = buffers[owner, micro] = self.emitter.ram(kind, size, owner, micro)
         task = TaskKind.READ_INPUT if kind == BufferKind.INPUT else TaskKind.READ_ROUTED
-        self.emitter.disk_task(task, size, [self.spilled.pop((kind, owner, micro))], [target], owner, micro)
+        self.emitter.disk_task(task, size, [self.spilled[kind, owner, micro]], [target], owner, micro)
 
-    def _backward(self, block: int, micro: int, weights: list[int]) -> None:
+    def _backward(self, block: int, micro: int, weights: list[int], again: bool) -> None:
         emitter, model, tokens = self.emitter, self.model, self.tokens[micro]
-        recompute, dy = model.recomputes(block), self.output_gradient(micro)
+        # The first backward overwrites what was saved.
+        recompute, dy = model.recomputes(block) or again, self.output_gradient(micro)
+        gradient = self.gradient(block, again)
         if model.blocks[block].kind == "experts":
-            self.experts.backward(block, micro, tokens, weights, dy, self.gradient(block), recompute)
+            self.experts.backward(block, micro, tokens, weights, dy, gradient, recompute)
             return
         saved = emitter.saved(block, tokens, micro) if recompute else self.saved.pop((block, micro))
         kind, reads = TaskKind.LAYER_BACKWARD, [*weights, self.input(block, micro), dy]
@@ -265,29 +273,26 @@ class _Step:
             kind, balance = TaskKind.ROUTE_BACKWARD, self.experts.balance(block)
             reads += [*self.experts.closed(block, micro), *([balance] if balance >= 0 else [])]
         reads += [] if recompute else saved
-        writes = [dy, self.gradient(block), *saved]
-        emitter.compute(kind, tokens, reads, writes, block, micro, recompute)
+        writes = [dy, gradient, *saved]
+        emitter.compute(kind, tokens, reads, writes, block, micro, recompute, again)
 
-    def _embed_backward(self, micro: int, weights: list[int]) -> None:
-        reads = [*weights, self.output_gradient(micro)]
-        self.emitter.compute(TaskKind.EMBED_BACKWARD, self.tokens[micro], reads, [self.gradient(0)], 0, micro)
+    def _embed_backward(self, micro: int, weights: list[int], again: bool) -> None:
+        reads, writes = [*weights, self.output_gradient(micro)], [self.gradient(0, again)]
+        self.emitter.compute(TaskKind.EMBED_BACKWARD, self.tokens[micro], reads, writes, 0, micro)
+
+    def norm(self, block: int) -> Op:
+        """The sums of squares of a block's gradient."""
+        emitter, size = self.emitter, self.model.plane_bytes[block]
+        count = len(self.model.blocks[block].parameters)
+        norms = emitter.ram(BufferKind.NORMS, round_up(count * ITEMSIZE["float64"], PAGE), block)
+        self.norms.append(norms)
+        gradient, seconds = self.gradient(block), emitter.costs.compute(moved=size)
+        return lambda: emitter.core_task(TaskKind.NORM, seconds, [gradient], [norms], block)
 
     def complete(self, block: int) -> Stream:
         """A block's gradient has its last contribution: its norm, then update or storage."""
         emitter, plan = self.emitter, self.plan
-        size = self.model.plane_bytes[block]
-        count = len(self.model.blocks[block].parameters)
-        norms = emitter.ram(BufferKind.NORMS, round_up(count * ITEMSIZE["float64"], PAGE), block)
-        self.norms.append(norms)
-        gradient = self.gradient(block)
-        stream = [
-            Piece(
-                None,
-                lambda: emitter.core_task(
-                    TaskKind.NORM, emitter.costs.compute(moved=size), [gradient], [norms], block
-                ),
-            )
-        ]
+        gradient, stream = self.gradient(block), [Piece(None, self.norm(block))]
         if plan.update == "on-backward":
             return [*stream, *self.update(block, gradient)]
         if plan.placement.gradients == "disk":
@@ -334,21 +339,42 @@ class _Step:
         for number, micros in enumerate(groups):
             last = number == len(groups) - 1
             visits += [self.forward(block, micros) for block in range(self.head)]
-            head = self.loss(micros)
+            if self.model.two_passes:
+                continue
+            head = self.loss(micros, False)
             if self.pending and commit and number == 0:
                 head.fetch = [*head.fetch, *self.emitter.commit()]
             if last:
                 head.after += self.complete(self.head)
             visits.append(head)
             for block in reversed(layers):
-                visit = self.backward(block, micros)
+                visit = self.backward(block, micros, False)
                 if last:
                     visit.after += self.complete(block)
                 visits.append(visit)
+        if self.model.two_passes:
+            return [*visits, *self.two_passes(every)]
         # The embedding's contributions come last, so that a tied gradient adds up in one order.
-        embed = self.backward(0, every)
+        embed = self.backward(0, every, False)
         embed.after += self.complete(0)
         visits.append(embed)
+        return visits
+
+    def two_passes(self, micros: list[int]) -> list[Visit]:
+        """Backward for the norm alone, the clip factor, and backward again with updates (LOMO: Lv et
+        al. 2023, arXiv:2306.09782, section 3.3): no two blocks' gradients are there at once."""
+        visits: list[Visit] = []
+        for again in (False, True):
+            for block in reversed(range(len(self.model.blocks))):
+                visit = self.backward(block, micros, again) if block < self.head else self.loss(micros, again)
+                if again:
+                    visit.after += self.update(block, self.gradient(block, again))
+                else:
+                    # Not in the aftermath, which would come after the clip factor.
+                    visit.compute.append(self.norm(block))
+                visits.append(visit)
+            if not again:
+                visits[-1].compute.append(self.clip)
         return visits
 
 
@@ -369,7 +395,7 @@ def build_step(
     plan = model.plan
     visits = step.visits(commit)
     arrange(visits, plan.io.prefetch)
-    if plan.update != "on-backward":
+    if not model.two_passes:
         step.clip()
     if plan.update == "after-backward":
         for block in model.blocks:

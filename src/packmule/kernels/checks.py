@@ -188,17 +188,23 @@ def _as_many(name: str, tensor: Tensor, like: Tensor) -> int:
 
 def adamw(master: Tensor, m: Tensor, v: Tensor, grad: Tensor, weight: Tensor | None, step: int) -> int:
     """Elements."""
-    g = _need("master", master, ("float32", "float64"))
-    low = (g, "bfloat16") if g == "float32" else (g,)
+    count, g = sgd(master, grad, weight), dtype_name(master)
     _need("m", m, (g,), tuple(master.shape))
     _need("v", v, (g,), tuple(master.shape))
+    if step < 1:
+        raise ValueError(f"step is {step}, expected at least 1")
+    return count
+
+
+def sgd(master: Tensor, grad: Tensor, weight: Tensor | None) -> int:
+    """Elements."""
+    g = _need("master", master, ("float32", "float64"))
+    low = (g, "bfloat16") if g == "float32" else (g,)
     _need("grad", grad, low)
     _as_many("grad", grad, master)
     if weight is not None:
         _need("weight", weight, low)
         _as_many("weight", weight, master)
-    if step < 1:
-        raise ValueError(f"step is {step}, expected at least 1")
     return master.numel()
 
 

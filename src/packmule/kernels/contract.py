@@ -195,6 +195,20 @@ class Kernels(Protocol):
         receives the new master, or None; step counts from 1.
         """
 
+    def sgd(
+        self,
+        master: Tensor,
+        grad: Tensor,
+        weight: Tensor | None,
+        lr: float,
+        weight_decay: float,
+        grad_scale: float,
+    ) -> None:
+        """master = master * (1 - lr * weight_decay) - grad * (lr * grad_scale), in one pass.
+
+        master: g, updated; grad: g or c; weight: c, receives the new master, or None.
+        """
+
     def crc32c(self, buffer: Buffer, value: int = 0) -> int:
         """CRC-32C (Castagnoli; RFC 3720) of a contiguous buffer, going on from `value`."""
 

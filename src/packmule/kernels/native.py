@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 ISAS = ("avx512", "avx2", "scalar")
 """Widest first."""
 
-ABI = 3
+ABI = 4
 CODES = {"float32": 0, "bfloat16": 1, "float64": 2}
 
 _P, _I, _L, _D = ctypes.c_void_p, ctypes.c_int, ctypes.c_int64, ctypes.c_double
@@ -47,6 +47,7 @@ SIGNATURES: dict[str, tuple[Any, ...]] = {
     "cast": (_I, _I, _L, _P, _P),
     "sum_squares": (_I, _L, _P, _P),
     "adamw": (_I, _I, _L, _P, _P, _P, _P, _P, _P),
+    "sgd": (_I, _I, _L, _P, _P, _P, _D, _D),
     "causal_softmax": (_I, _L, _L, _L, _P, _L, _L, _D, _P),
     "causal_softmax_backward": (_I, _L, _L, _P, _P, _P, _D),
     "route": (_I, _L, _L, _L, _P, _I, _P, _P, _P),
@@ -302,6 +303,20 @@ class NativeKernels:
         state = (master.data_ptr(), m.data_ptr(), v.data_ptr(), grad.data_ptr())
         types = (_code(grad), _code(grad if weight is None else weight))
         self._call("adamw", *types, count, *state, _pointer(weight), ctypes.addressof(scalars))
+
+    def sgd(
+        self,
+        master: Tensor,
+        grad: Tensor,
+        weight: Tensor | None,
+        lr: float,
+        weight_decay: float,
+        grad_scale: float,
+    ) -> None:
+        count = checks.sgd(master, grad, weight)
+        types = (_code(grad), _code(grad if weight is None else weight))
+        pointers = (master.data_ptr(), grad.data_ptr(), _pointer(weight))
+        self._call("sgd", *types, count, *pointers, 1 - lr * weight_decay, lr * grad_scale)
 
     def crc32c(self, buffer: Buffer, value: int = 0) -> int:
         data = np.frombuffer(memoryview(buffer).cast("B"), dtype=np.uint8)

@@ -241,6 +241,21 @@ class TorchKernels:
         if weight is not None:
             weight.view(-1).copy_(master.view(-1))
 
+    def sgd(
+        self,
+        master: Tensor,
+        grad: Tensor,
+        weight: Tensor | None,
+        lr: float,
+        weight_decay: float,
+        grad_scale: float,
+    ) -> None:
+        checks.sgd(master, grad, weight)
+        g = grad.view(master.shape).to(master.dtype)
+        master.mul_(1 - lr * weight_decay).sub_(g * (lr * grad_scale))
+        if weight is not None:
+            weight.view(-1).copy_(master.view(-1))
+
     def crc32c(self, buffer: Buffer, value: int = 0) -> int:
         return crc.crc32c(buffer, value)
 

@@ -8,30 +8,36 @@ from functools import lru_cache
 
 from packmule.graph.costs import Costs
 from packmule.graph.kinds import TaskKind
-from packmule.graph.model import PLANES
 from packmule.graph.work import works_of
 from packmule.shapes import bodies, experts
 from packmule.shapes.layout import TensorSpec, layout
 from packmule.shapes.model import ModelShape
 from packmule.shapes.module import Shape
-from packmule.spec.plan import Plan
+from packmule.shapes.state import state_bytes
+from packmule.spec.plan import Numerics, Plan
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """Per-model bytes that do not depend on the plan, for one precision."""
+    """Per-model bytes that do not depend on the plan, for one precision and update rule.
+
+    Attributes:
+        planes, weights, state: of each block: one plane, the compute weights, all planes.
+    """
 
     planes: tuple[int, ...]
     weights: tuple[int, ...]
+    state: tuple[int, ...]
 
     @classmethod
-    def of(cls, shape: Shape, precision: str) -> Sizes:
-        """One plane, and the compute weights, of each block."""
-        types = bodies.DTYPES[precision]
+    def of(cls, shape: Shape, numerics: Numerics) -> Sizes:
+        """Of a model under these numerics."""
+        types, rule = bodies.DTYPES[numerics.precision], numerics.optimizer.rule
         blocks = shape.blocks()
         return cls(
             tuple(block.layout(types.master).bytes for block in blocks),
             tuple(block.layout(types.compute).bytes for block in blocks),
+            tuple(state_bytes(rule, block, types.master) for block in blocks),
         )
 
 
@@ -43,7 +49,7 @@ def ram_bound(shape: Shape, plan: Plan, sizes: Sizes) -> int:
     tokens = max(numerics.micro_tokens)
     step_tokens = sum(numerics.micro_tokens) if plan.order == "breadth" else tokens
     total, last = sum(sizes.planes), len(sizes.planes) - 1
-    resident = total * len(PLANES) if place.state == "ram" else 0
+    resident = sum(sizes.state) if place.state == "ram" else 0
     resident += sum(sizes.weights) if place.weights == "ram" else 0
     alias = place.state == "ram" and place.weights == "state" and types.compute == types.master
     own_weights = 0 if alias or place.weights == "ram" else 1
@@ -121,6 +127,7 @@ def seconds_bound(
     types = bodies.dtypes(numerics)
     works = works_of(shape, types, numerics.loss_chunk, sizes.planes)
     openings = [block.index for block in shape.blocks() if block.kind == "layer"]
+    twice = plan.update == "on-backward" and numerics.clip is not None
     cores = 0.0
     for tokens in numerics.micro_tokens:
 
@@ -130,6 +137,8 @@ def seconds_bound(
         for _, indices in shape.layer_groups:
             block, again = openings[indices[0]], sum(plan.recompute[index] for index in indices)
             cores += len(indices) * seconds(TaskKind.LAYER_FORWARD, block)
+            if twice:
+                cores += len(indices) * seconds(TaskKind.LAYER_BACKWARD, block, True)
             cores += again * seconds(TaskKind.LAYER_BACKWARD, block, True)
             cores += (len(indices) - again) * seconds(TaskKind.LAYER_BACKWARD, block, False)
             own = works.experts(block)
@@ -138,17 +147,17 @@ def seconds_bound(
                 matmul = 3 * bodies.experts_flops(layer, tokens, own.count)
                 moved = 3 * bodies.experts_moved(layer, tokens, types, own.count)
                 cores += len(indices) * costs.compute(matmul, moved=moved)
-        cores += seconds(TaskKind.EMBED_FORWARD, 0) + seconds(TaskKind.EMBED_BACKWARD, 0)
-        cores += seconds(TaskKind.HEAD_LOSS, len(sizes.planes) - 1)
-    total = sum(sizes.planes)
-    cores += costs.compute(moved=total * (2 * len(PLANES) + 1.5))
+        ends = seconds(TaskKind.EMBED_BACKWARD, 0) + seconds(TaskKind.HEAD_LOSS, len(sizes.planes) - 1)
+        cores += seconds(TaskKind.EMBED_FORWARD, 0) + ends * (2 if twice else 1)
+    total, state = sum(sizes.planes), float(sum(sizes.state))
+    cores += costs.compute(moved=2 * state + 1.5 * total)
     # Layers are fetched twice a pass, embedding and head once; for on-fetch an update serves the first.
     passes = 1 if plan.order == "breadth" else len(numerics.micro_rows)
     times = [passes - 1, *[2 * passes - 1] * (len(sizes.planes) - 2), passes - 1]
     times[0] += passes if shape.tied else 0
     read = written = 0.0
     if place.state == "disk":
-        read, written = float(total * len(PLANES)), float(total * len(PLANES))
+        read, written = state, state
         if place.weights == "state":
             read += sum(count * size for count, size in zip(times, sizes.planes, strict=True))
     if place.weights == "disk":

@@ -82,10 +82,8 @@ def placements(situation: Situation, update: Update, low_precision: bool) -> lis
 
 
 def updates(situation: Situation) -> list[Update]:
-    """Update modes that combine with clipping (docs/design.md has the table)."""
+    """Update modes that a job may have."""
     modes: list[Update] = ["on-backward", "after-backward", "on-fetch"]
-    if situation.numerics.clip is not None:
-        modes.remove("on-backward")
     return [mode for mode in modes if situation.update in (None, mode)]
 
 
@@ -96,9 +94,8 @@ def allowed(plan: Plan) -> bool:
         return False  # the same as breadth
     if plan.order == "depth" and plan.update == "on-backward":
         return False
-    if plan.order == "depth" and plan.placement.gradients == "disk":
-        return False  # an accumulating gradient is in use until the last micro-batch
-    return not (plan.update == "on-backward" and plan.numerics.clip is not None)
+    # Depth-first: an accumulating gradient is in use until the last micro-batch.
+    return not (plan.order == "depth" and plan.placement.gradients == "disk")
 
 
 def balances(shape: Shape, plan: Plan) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from packmule.graph.model import PLANES
 from packmule.plan.bounds import Sizes
 from packmule.plan.search import Found
 from packmule.plan.situation import Situation
@@ -14,6 +13,9 @@ from packmule.spec.plan import Numerics, PhaseMemory, Plan
 from packmule.spec.units import format_bytes, format_seconds, format_share
 
 _BOTTLENECK = {"cores": "compute", "disk": "disk"}
+
+_KEPT = {"adamw": "master weights and AdamW moments", "lomo": "master weights; LOMO keeps nothing else"}
+"""Update rule -> what its state is."""
 
 _COLUMNS = {
     "baseline": "Python",
@@ -35,9 +37,9 @@ _LOST = 0.005
 def decisions(shape: Shape, plan: Plan) -> list[tuple[str, str]]:
     """(what, how) of each decision: what is computed, what lies where, when it is written."""
     numerics, place = plan.numerics, plan.placement
-    sizes = Sizes.of(shape, numerics.precision)
+    sizes = Sizes.of(shape, numerics)
     planes, weights = sum(sizes.planes), sum(sizes.weights)
-    state = f"{format_bytes(len(PLANES) * planes)} "
+    state = f"{format_bytes(sum(sizes.state))} "
     state += "in RAM" if place.state == "ram" else "on disk, streamed block by block"
     sources = {
         "state": "made from the state at each use" if place.state == "disk" else "made from the state in RAM",
@@ -58,7 +60,7 @@ def decisions(shape: Shape, plan: Plan) -> list[tuple[str, str]]:
             "global batch",
             f"{_rows(shape, numerics)}{_micro(plan)}",
         ),
-        ("state", f"{state} (master weights and AdamW moments)"),
+        ("state", f"{state} ({_KEPT[numerics.optimizer.rule]})"),
         ("weights", sources[place.weights]),
         ("gradients", gradients),
         ("activations", _activations(plan)),
@@ -125,7 +127,10 @@ def _update(plan: Plan) -> str:
         "on-fetch": "of each block when the next step fetches it",
     }[plan.update]
     clip = plan.numerics.clip
-    return f"{plan.update}: {when}" + ("" if clip is None else f"; global norm clipped at {clip:g}")
+    if clip is None:
+        return f"{plan.update}: {when}"
+    twice = ", known from a backward of its own before" if plan.update == "on-backward" else ""
+    return f"{plan.update}: {when}; global norm clipped at {clip:g}{twice}"
 
 
 def _commits(plan: Plan) -> str:

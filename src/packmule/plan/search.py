@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 from itertools import combinations
 
 from packmule.errors import DoesNotFit
-from packmule.graph.model import PLANES
 from packmule.plan.bounds import Sizes, ram_bound, seconds_bound
 from packmule.plan.candidates import CHUNK_BYTES, candidates, streams
 from packmule.plan.predict import STAGING_BYTES, baseline, batch_bytes, predict, step_only
@@ -89,7 +88,7 @@ def search(situation: Situation) -> Found:
 
 def _search(situation: Situation, simulations: int = SIMULATIONS) -> Found | None:
     """Look closely at the most promising candidates; complete the fastest whose phases all fit."""
-    sizes = Sizes.of(situation.shape, situation.numerics.precision)
+    sizes = Sizes.of(situation.shape, situation.numerics)
     room = situation.budget_bytes - baseline(situation) - STAGING_BYTES
     possible = 0
     order: list[tuple[float, int, float, Plan]] = []
@@ -142,7 +141,7 @@ def _variants(plan: Plan) -> list[Plan]:
 
 def _complete(situation: Situation, plan: Plan) -> Plan | None:
     """The plan with commit interval and predictions, or None if another phase does not fit."""
-    sizes = Sizes.of(situation.shape, plan.numerics.precision)
+    sizes = Sizes.of(situation.shape, plan.numerics)
     steps = _commit_steps(situation, plan, sizes)
     plan = plan.model_copy(update={"checkpoint": plan.checkpoint.model_copy(update={"commit_steps": steps})})
     predicted = predict(situation, plan)
@@ -157,7 +156,7 @@ def _commit_steps(situation: Situation, plan: Plan, sizes: Sizes) -> int:
         return plan.checkpoint.commit_steps
     if plan.placement.state == "disk":
         return 1
-    cost = situation.costs.write(len(PLANES) * sum(sizes.planes))
+    cost = situation.costs.write(sum(sizes.state))
     bound = seconds_bound(situation.shape, plan, sizes, situation.costs, situation.mean_length)
     return min(max(1, round(cost / (COMMIT_SHARE * max(bound)))), max(1, situation.total_steps))
 
@@ -166,13 +165,13 @@ def _commit_seconds(situation: Situation, plan: Plan, sizes: Sizes) -> float:
     """A step's share of writing resident state."""
     if plan.placement.state == "disk":
         return 0.0
-    cost = situation.costs.write(len(PLANES) * sum(sizes.planes))
+    cost = situation.costs.write(sum(sizes.state))
     return cost / _commit_steps(situation, plan, sizes)
 
 
 def _by_bound(situation: Situation) -> list[tuple[int, int, Plan]]:
     """(bytes that it needs at least, index, plan) of every candidate, the least first."""
-    sizes = Sizes.of(situation.shape, situation.numerics.precision)
+    sizes = Sizes.of(situation.shape, situation.numerics)
     bounds = (
         (ram_bound(situation.shape, plan, sizes) + batch_bytes(situation.shape, plan), index, plan)
         for index, plan in enumerate(candidates(situation))

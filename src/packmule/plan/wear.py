@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from packmule.errors import ConfigError
-from packmule.graph.model import PLANES
 from packmule.plan.bounds import Sizes
 from packmule.plan.situation import Situation
 from packmule.shapes.module import ModuleShape
@@ -66,7 +65,7 @@ def wear(situation: Situation, plan: Plan, steps: int) -> Wear:
     fixed = predicted.disk_bytes_written_per_step - spilled
     snapshots = 0
     if plan.checkpoint.snapshot_steps:
-        state = len(PLANES) * sum(Sizes.of(situation.shape, numerics.precision).planes)
+        state = sum(Sizes.of(situation.shape, numerics).state)
         snapshots = steps // plan.checkpoint.snapshot_steps * state
     disk, rated = situation.hardware.disks[0], situation.wishes.tbw
     endurance = disk.total_bytes * USUAL_REWRITES if rated == "auto" else rated

@@ -15,6 +15,7 @@ from pydantic import AfterValidator, BeforeValidator, Field
 
 from packmule.errors import ConfigError
 from packmule.spec.growth import Scaling
+from packmule.spec.plan import RuleName
 from packmule.spec.units import parse_bytes
 
 Where = Literal["auto", "ram", "disk"]
@@ -192,7 +193,8 @@ def _report_to(value: Any) -> Any:
 
 
 def _optimizer(value: Any) -> Any:
-    return "adamw" if str(value).lower() in ("adamw", "adamw_torch", "adamw_torch_fused") else value
+    name = str(value).lower()
+    return "adamw" if name in ("adamw_torch", "adamw_torch_fused") else name
 
 
 def _scheduler(value: Any) -> Any:
@@ -224,7 +226,7 @@ ValSize = Annotated[int | float, BeforeValidator(_val_size)]
 MetricName = Annotated[Text, BeforeValidator(_metric)]
 PrecisionName = Annotated[Literal["auto", "fp32", "bf16-mixed", "fp64"], BeforeValidator(_precision)]
 UpdateName = Literal["auto", "after-backward", "on-backward", "on-fetch"]
-OptimizerName = Annotated[Literal["adamw"], BeforeValidator(_optimizer)]
+OptimizerName = Annotated[RuleName, BeforeValidator(_optimizer)]
 SchedulerName = Annotated[Literal["constant", "linear", "cosine", "wsd"], BeforeValidator(_scheduler)]
 ScalingName = Annotated[Scaling, BeforeValidator(_off)]
 Clip = Annotated[float | None, BeforeValidator(_clip), AfterValidator(_positive_clip)]

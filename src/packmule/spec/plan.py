@@ -14,12 +14,13 @@ from packmule.spec.records import Record
 
 Precision = Literal["fp32", "bf16-mixed", "fp64"]
 Update = Literal["after-backward", "on-backward", "on-fetch"]
+RuleName = Literal["adamw", "lomo"]
 
 
 class OptimizerNumerics(Record):
     """The rule and its hyper-parameters, without the learning rate of a step."""
 
-    rule: Literal["adamw"] = "adamw"
+    rule: RuleName = "adamw"
     beta1: float = 0.9
     beta2: float = 0.95
     eps: float = 1e-8

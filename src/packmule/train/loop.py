@@ -15,7 +15,7 @@ from packmule.engine.engine import Engine, Needs
 from packmule.engine.executor import Stopped
 from packmule.errors import DamagedFile, DiskError, OutOfMemory, TimeIsUp
 from packmule.graph.model import PlannedModel
-from packmule.optim.adamw import Update
+from packmule.optim.rule import Update
 from packmule.optim.schedules import rates
 from packmule.spec.growth import rows_at, rows_before
 from packmule.spec.resume import job_hash

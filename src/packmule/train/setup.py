@@ -9,11 +9,11 @@ import torch
 from packmule.checkpoint.layout import StateLayout
 from packmule.checkpoint.store import StateStore
 from packmule.graph.costs import Costs
-from packmule.graph.model import PLANES
 from packmule.kernels import load
 from packmule.kernels.contract import Kernels
 from packmule.shapes.bodies import DTYPES, dtypes
 from packmule.shapes.module import Shape
+from packmule.shapes.state import STATES
 from packmule.spec.hardware import Hardware
 from packmule.spec.plan import Plan
 from packmule.tiers.disk import Disk
@@ -30,7 +30,8 @@ def make_kernels(plan: Plan) -> Kernels:
 def make_store(disk: Disk, folder: RunFolder, shape: Shape, plan: Plan, kernels: Kernels) -> StateStore:
     """The run's store, neither created nor loaded."""
     dtype: Any = DTYPES[plan.numerics.precision].master
-    layout = StateLayout.of(shape.blocks(), PLANES, dtype, plan.io.chunk_bytes)
+    planes = STATES[plan.numerics.optimizer.rule].planes
+    layout = StateLayout.of(shape.blocks(), planes, dtype, plan.io.chunk_bytes)
     return StateStore(disk, folder.state, layout, kernels.crc32c)
 
 

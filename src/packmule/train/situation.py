@@ -95,6 +95,7 @@ def make_numerics(job: Job, hardware: Hardware, steps: int) -> Numerics:
         clip=optim.max_grad_norm,
         router_aux_loss_coef=train.router_aux_loss_coef,
         optimizer=OptimizerNumerics(
+            rule=optim.optim,
             beta1=optim.adam_beta1,
             beta2=optim.adam_beta2,
             eps=optim.adam_epsilon,
@@ -340,12 +341,6 @@ def refuse_unoffered(job: Job) -> None:
     names = evaluation_names(job)
     if judges(job) and (job.model.factory is None or not names):  # what modules report is not known yet
         check_metric(job.train.best_metric, names)
-    if job.train.update == "on-backward" and job.optim.max_grad_norm:
-        raise ConfigError(
-            "`train.update` = 'on-backward' updates a block before the global gradient norm is known, "
-            f"and `optim.max_grad_norm` = {job.optim.max_grad_norm:g} clips by that norm.",
-            "use `--update on-fetch`, or no clipping: `--max-grad-norm 0`",
-        )
 
 
 def judges(job: Job) -> bool:

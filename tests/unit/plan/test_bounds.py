@@ -18,7 +18,7 @@ def test_no_step_is_smaller_or_faster_than_its_bounds(seed: int) -> None:
     tightest = 0.0
     for _ in range(12):
         situation = make_situation(rng)
-        sizes = Sizes.of(situation.shape, situation.numerics.precision)
+        sizes = Sizes.of(situation.shape, situation.numerics)
         for plan in random_plans(rng, situation, 5):
             pending = plan.update == "on-fetch"
             model = PlannedModel(situation.shape, plan)

@@ -9,7 +9,6 @@ import pytest
 from tests.unit.plan.situations import make_situation
 
 from packmule.errors import ConfigError
-from packmule.graph.model import PLANES
 from packmule.plan.bounds import Sizes
 from packmule.plan.candidates import candidates
 from packmule.plan.predict import predict
@@ -35,7 +34,7 @@ def with_disk(situation: Situation, **changes: object) -> Situation:
 def test_a_step_writes_at_least_its_state_and_snapshots_come_on_top(seed: int) -> None:
     rng = random.Random(seed)
     situation, plan = planned(rng)
-    state = len(PLANES) * sum(Sizes.of(situation.shape, plan.numerics.precision).planes)
+    state = 3 * sum(Sizes.of(situation.shape, plan.numerics).planes)
     plan = plan.model_copy(update={"checkpoint": CheckpointPlan(commit_steps=1, snapshot_steps=None)})
     once = wear(situation, plan, 1).run_bytes
     assert once >= state

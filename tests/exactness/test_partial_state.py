@@ -1,0 +1,185 @@
+"""Methods that keep part of the state of AdamW: the engine against a plain torch loop over transformers
+with torch.optim and clip_grad_norm_, in float64; and what their graphs hold."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from tests.exactness.runs import COSTS, Case, Data, Trace, make_case, make_plan, run_steps
+from tests.fault.recording_disk import RecordingDisk
+from tests.parity.architectures import Config
+from tests.parity.oracle import InFloat64, by_block, oracle
+from tests.parity.plain import Named, PlainModel
+from torch import Tensor
+
+from packmule.graph.kinds import BufferKind, TaskKind, Tier
+from packmule.graph.model import PlannedModel
+from packmule.graph.step import StepGraph
+from packmule.graph.training import build_step
+from packmule.kernels.contract import Kernels
+from packmule.models.views import views
+from packmule.optim.schedules import rates
+from packmule.shapes.model import ModelShape
+from packmule.spec.plan import Numerics, Placement, Plan
+
+RUN = Path("/run")
+STEPS = 5
+LAYERS = 3
+EXACT = 1e-10
+"""Relative difference allowed in float64."""
+
+Rule = Callable[[list[dict]], torch.optim.Optimizer]
+
+
+def config(tied: bool) -> Config:
+    """A tiny Llama."""
+    return {
+        "model_type": "llama", "vocab_size": 83, "hidden_size": 24, "num_hidden_layers": LAYERS,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 6, "intermediate_size": 41,
+        "rms_norm_eps": 1e-5, "max_position_embeddings": 64, "tie_word_embeddings": tied,
+        "bos_token_id": None, "eos_token_id": None, "pad_token_id": None,
+    }  # fmt: skip
+
+
+def torch_run(
+    model: PlainModel, tied: bool, numerics: Numerics, data: Data, rule: Rule
+) -> tuple[Trace, list[Named]]:
+    """(loss and gradient norm of each step, parameters at the end) of a loop as anybody would write it."""
+    with torch.enable_grad(), InFloat64():
+        twin = oracle(model, config(tied))
+        decays = [p for p in twin.parameters() if p.dim() > 1]
+        others = [p for p in twin.parameters() if p.dim() == 1]
+        decay = numerics.optimizer.weight_decay
+        optimizer = rule([{"params": decays, "weight_decay": decay}, {"params": others, "weight_decay": 0.0}])
+        trace = []
+        for step in range(STEPS):
+            rows = data.rows(step, numerics.rows, numerics.max_seq_length)
+            documents = [torch.tensor(document) for row in rows for document in row]
+            total = torch.zeros(())
+            for document in documents:
+                logits = twin(input_ids=document[None]).logits[0]
+                loss = torch.nn.functional.cross_entropy(logits[:-1], document[1:], reduction="sum")
+                total = total + loss
+            total = total / sum(len(document) - 1 for document in documents)
+            optimizer.zero_grad()
+            total.backward()
+            limit = float("inf") if numerics.clip is None else numerics.clip
+            norm = torch.nn.utils.clip_grad_norm_(twin.parameters(), limit, foreach=False)
+            for group in optimizer.param_groups:
+                group["lr"] = rates(numerics, step).learning_rate
+            optimizer.step()
+            trace.append((float(total.detach()), float(norm)))
+    return trace, by_block(model, {name: p.detach() for name, p in twin.named_parameters()})
+
+
+def masters(case: Case, image: list[bytes]) -> list[Named]:
+    """The master weights in an image of the state."""
+    found = []
+    for block, planes in zip(case.shape.blocks(), image, strict=True):
+        place = block.layout("float64")
+        found.append(views(torch.frombuffer(bytearray(planes[: place.bytes]), dtype=torch.uint8), place))
+    return found
+
+
+def agree(ours: Tensor, theirs: Tensor) -> bool:
+    return float((ours - theirs).norm()) <= EXACT * float(theirs.norm())
+
+
+def check_against_torch(plan: Plan, tied: bool, rule: Rule, seed: int, kernels: Kernels) -> None:
+    """A run through the engine ends where the torch loop does."""
+    shape = ModelShape.from_config(config(tied), "tiny")
+    case, disk = make_case(shape, plan, 0, seed, kernels), RecordingDisk()
+    case.start(RUN, kernels, disk)
+    engine, _ = case.open(RUN, kernels, disk)
+    trace = run_steps(engine, case.data, 0, STEPS)
+    engine.close()
+    expected, parameters = torch_run(case.model(kernels), tied, plan.numerics, case.data, rule)
+    for (loss, norm), (their_loss, their_norm) in zip(trace, expected, strict=True):
+        assert loss == pytest.approx(their_loss, rel=EXACT)
+        assert norm == pytest.approx(their_norm, rel=EXACT)
+    _, image = case.state(RUN, kernels, disk)
+    for block, ours, theirs in zip(shape.blocks(), masters(case, image), parameters, strict=True):
+        for p in block.parameters:
+            assert agree(ours[p.name], theirs[p.name]), (block.name, p.name)
+
+
+def sgd(groups: list[dict]) -> torch.optim.Optimizer:
+    """Its coupled decay is the decoupled one, since nothing else scales a gradient."""
+    return torch.optim.SGD(groups, lr=0.0)
+
+
+def adamw(numerics: Numerics) -> Rule:
+    numbers = numerics.optimizer
+    betas = (numbers.beta1, numbers.beta2)
+    return lambda groups: torch.optim.AdamW(groups, lr=0.0, betas=betas, eps=numbers.eps, foreach=False)
+
+
+@pytest.mark.parametrize("name", ("adamw", "lomo"))
+@pytest.mark.parametrize("clip", (None, 0.3))
+def test_updates_on_backward_are_those_of_torch_with_clip_grad_norm(
+    name: str, clip: float | None, kernels: Kernels, rng: random.Random, seed: int
+) -> None:
+    """A clip is known from a first backward."""
+    plan = make_plan(
+        "fp64",
+        rng.choice(((3,), (2, 1))),
+        clip=clip,
+        placement=Placement(state=rng.choice(("ram", "disk")), weights="state"),
+        update="on-backward",
+        recompute=tuple(rng.random() < 0.5 for _ in range(LAYERS)),
+        optimizer={"rule": name},
+        steps=STEPS,
+        schedule={"learning_rate": 0.1 if name == "lomo" else 1e-2},
+    )
+    check_against_torch(
+        plan, rng.random() < 0.5, sgd if name == "lomo" else adamw(plan.numerics), seed, kernels
+    )
+
+
+@pytest.mark.parametrize("tied", (True, False))
+@pytest.mark.parametrize("clip", (None, 1.0))
+def test_lomo_holds_its_masters_and_the_gradient_of_a_block(
+    tied: bool, clip: float | None, rng: random.Random
+) -> None:
+    """Lv et al. 2023, table 1: no optimizer state, and gradients of what is updated next."""
+    shape = ModelShape.from_config(config(tied), "tiny")
+    plan = make_plan(
+        "fp32", recompute=(True,) * LAYERS, update="on-backward", clip=clip, prefetch=rng.choice((0, 1)),
+        optimizer={"rule": "lomo"},
+    )  # fmt: skip
+    model = PlannedModel(shape, plan)
+    graph = build_step(model, COSTS, 1.0)
+    sizes = [block.layout("float32").bytes for block in shape.blocks()]
+    assert held(graph, BufferKind.STATE) == sum(sizes)
+    # A tied embedding's gradient begins at the head; an update may lag a visit behind.
+    most = max(a + b for a, b in itertools.pairwise(sizes[1:]))
+    assert held(graph, BufferKind.GRADIENT) <= max(most + tied * sizes[0], sizes[0] + sizes[1])
+
+
+def held(graph: StepGraph, kind: BufferKind) -> int:
+    """Most bytes of one kind that are live in the arena at once, in program order."""
+    members = np.flatnonzero((graph.buffer_kind == kind) & (graph.buffer_tier == Tier.RAM))
+    sizes, kept = graph.buffer_bytes[members], graph.buffer_persistent[members]
+    first, last = graph.buffer_first[members], graph.buffer_last[members]
+    return max(int(sizes[kept | ((first <= t) & (t <= last))].sum()) for t in range(graph.tasks))
+
+
+def test_two_backwards_take_no_more_memory_than_one(kernels: Kernels, rng: random.Random) -> None:
+    """But for block inputs, which are kept until the second has passed."""
+    shape = ModelShape.from_config(config(False), "tiny")
+    graphs = {}
+    for clip in (None, 1.0):
+        plan = make_plan("fp32", recompute=(True,) * LAYERS, update="on-backward", clip=clip)
+        graphs[clip] = build_step(PlannedModel(shape, plan), COSTS, 1.0)
+    assert held(graphs[1.0], BufferKind.GRADIENT) == held(graphs[None], BufferKind.GRADIENT)
+    for kind in (TaskKind.LAYER_BACKWARD, TaskKind.HEAD_LOSS, TaskKind.EMBED_BACKWARD):
+        counts = [int((graph.kind == kind).sum()) for graph in graphs.values()]
+        assert counts[1] == 2 * counts[0]
+    forwards = [int((graph.kind == TaskKind.LAYER_FORWARD).sum()) for graph in graphs.values()]
+    assert forwards[0] == forwards[1]
