@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 
 import numpy as np
 
@@ -113,11 +113,14 @@ class GraphBuilder:
             self._first[buffer] = task
         self._last[buffer] = task
 
-    def build(self, start: Mapping[int, int] | None = None) -> StepGraph:
+    def build(self, start: Mapping[int, int] | None = None, overlapped: Collection[int] = ()) -> StepGraph:
         """Assign offsets, add the edges of reuse.
 
         Args:
             start: per tier, the offset below which persistent buffers lie.
+            overlapped: kinds of tasks that do not wait for their memory until another resource has ended
+                what stands before them: a buffer whose last task is another resource's keeps its bytes
+                beside the next such task.
         """
         columns = np.array([task[:5] for task in self._tasks], np.int64).reshape(-1, 5).T
         buffers = np.array([tuple(map(int, b)) for b in self._buffers], np.int64).reshape(-1, 9).T
@@ -125,11 +128,12 @@ class GraphBuilder:
         first, last = np.array(self._first, np.int64), np.array(self._last, np.int64)
         offset = offset.copy()
         deps = [set(row) for row in self._deps]
+        until = self._until(last, columns[0], overlapped)
         for index in range(len(self._tiers)):
             members = np.flatnonzero((tier == index) & (persistent == 0) & (first >= 0))
             rounded = -(-size[members] // self._align) * self._align
             base = (start or {}).get(index, 0)
-            offset[members] = base + assign_offsets(first[members], last[members], rounded)
+            offset[members] = base + assign_offsets(first[members], last[members], rounded, until[members])
             for earlier, later in reuse_pairs(first[members], last[members], offset[members], rounded):
                 before, after = int(members[earlier]), int(members[later])
                 target = int(first[after])
@@ -164,3 +168,13 @@ class GraphBuilder:
             buffer_part=buffers[8],
         )
         return graph
+
+    def _until(self, last: np.ndarray, kinds: np.ndarray, overlapped: Collection[int]) -> np.ndarray:
+        """Per buffer, the task beside which it still keeps its bytes."""
+        following = np.flatnonzero(np.isin(kinds, list(overlapped)))
+        at = np.searchsorted(following, last, side="right")
+        found = at < len(following)
+        until = last.copy()
+        until[found] = following[at[found]]
+        home = np.array([uses[0] for uses in self._uses], np.int64)
+        return np.where((last >= 0) & (home[until] != home[last]), until, last)

@@ -12,16 +12,13 @@ from functools import partial
 
 from packmule.graph.builder import GraphBuilder
 from packmule.graph.costs import Costs
-from packmule.graph.kinds import SECOND, BufferKind, TaskKind, Tier
+from packmule.graph.kinds import COMPUTE, SECOND, BufferKind, TaskKind, Tier
 from packmule.graph.model import PlannedModel
 from packmule.graph.step import StepGraph
 from packmule.shapes import bodies
 from packmule.shapes.layout import PAGE, TensorSpec, layout
 
 Op = Callable[[], None]
-
-READ_AHEAD = 2
-"""Chunks of a stream that are read before the first is needed."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +32,7 @@ class Piece:
 Stream = list[Piece]
 
 
-def in_order(stream: Stream, ahead: int = READ_AHEAD) -> tuple[list[Op], list[Op]]:
+def in_order(stream: Stream, ahead: int) -> tuple[list[Op], list[Op]]:
     """(lead, units): the first `ahead` reads; then each piece's rest with a later piece's read."""
     reads = [piece.read for piece in stream]
     lead = [read for read in reads[:ahead] if read is not None]
@@ -68,7 +65,8 @@ class Emitter:
 
     def build(self) -> StepGraph:
         """The graph of everything emitted."""
-        return self.builder.build(self.start)
+        overlapped = COMPUTE if self.model.plan.io.prefetch else ()
+        return self.builder.build(self.start, overlapped)
 
     # Buffers
 

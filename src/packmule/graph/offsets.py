@@ -8,7 +8,9 @@ from collections.abc import Iterator
 import numpy as np
 
 
-def assign_offsets(first: np.ndarray, last: np.ndarray, size: np.ndarray) -> np.ndarray:
+def assign_offsets(
+    first: np.ndarray, last: np.ndarray, size: np.ndarray, until: np.ndarray | None = None
+) -> np.ndarray:
     """Place intervals greedily, largest first, each at the lowest address free over its life.
 
     (The "greedy by size" rule of Pisarchyk and Lee 2020, arXiv:2001.03288.)
@@ -16,6 +18,8 @@ def assign_offsets(first: np.ndarray, last: np.ndarray, size: np.ndarray) -> np.
     Args:
         first, last: int64 [buffers], inclusive lifetimes in program order.
         size: int64 [buffers], bytes.
+        until: int64 [buffers], `last` or later: a buffer keeps its bytes so long from all but those that
+            linger like it, because its last task may still be under way then.
 
     Returns:
         int64 [buffers], offsets such that buffers alive together do not overlap.
@@ -24,9 +28,13 @@ def assign_offsets(first: np.ndarray, last: np.ndarray, size: np.ndarray) -> np.
     offset = np.zeros(count, np.int64)
     order = np.lexsort((first, -size))
     placed = np.zeros(count, np.int64)  # indices in placement order
+    kept = last if until is None else until
+    lingers = kept > last
     for number, buffer in enumerate(order.tolist()):
         done = placed[:number]
-        alive = done[(first[done] <= last[buffer]) & (last[done] >= first[buffer])]
+        alike = lingers[done] & lingers[buffer]
+        before = first[done] <= np.where(alike, last[buffer], kept[buffer])
+        alive = done[before & (np.where(alike, last[done], kept[done]) >= first[buffer])]
         address = 0
         if len(alive):
             starts = offset[alive]

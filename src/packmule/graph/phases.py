@@ -14,6 +14,7 @@ from packmule.graph.step import StepGraph
 from packmule.graph.training import Visit, arrange
 from packmule.shapes import bodies
 from packmule.shapes.layout import PAGE, round_up
+from packmule.spec.plan import Io
 
 
 def build_load(model: PlannedModel, costs: Costs) -> StepGraph:
@@ -50,7 +51,7 @@ def build_load(model: PlannedModel, costs: Costs) -> StepGraph:
         if place.weights == "disk" and target is not None:
             visit.after.append(Piece(None, emitter.store_weights(index, target)))
         visits.append(visit)
-    arrange(visits, 0)
+    arrange(visits, Io(prefetch=0))
     return emitter.build()
 
 
@@ -62,7 +63,7 @@ def build_fill(model: PlannedModel, costs: Costs) -> StepGraph:
         if model.plan.placement.weights == "ram":
             target = emitter.resident(BufferKind.WEIGHTS, Tier.RAM, block.index)
             visits.append(Visit(fetch=emitter.master_stream(block.index, target)))
-    arrange(visits, 0)
+    arrange(visits, Io(prefetch=0))
     return emitter.build()
 
 
@@ -70,7 +71,7 @@ def build_commit(model: PlannedModel, costs: Costs) -> StepGraph:
     """Make the state durable as it is (nothing pending)."""
     emitter = Emitter(model, costs, 1.0)
     visit = Visit(after=emitter.commit())
-    arrange([visit], 0)
+    arrange([visit], Io(prefetch=0))
     return emitter.build()
 
 
@@ -186,4 +187,4 @@ def _forward_all(emitter: Emitter, micros: range, run: Callable[[int, int, list[
             weights = [*weights, *more]
         visit.compute = [partial(run, block.index, micro, weights) for micro in micros]
         visits.append(visit)
-    arrange(visits, model.plan.io.prefetch)
+    arrange(visits, model.plan.io)

@@ -12,6 +12,7 @@ from packmule.graph.kinds import BufferKind, TaskKind, Tier
 from packmule.graph.model import PlannedModel
 from packmule.graph.step import StepGraph
 from packmule.shapes.layout import ITEMSIZE, PAGE, round_up
+from packmule.spec.plan import Io
 
 
 @dataclass
@@ -29,22 +30,27 @@ class Visit:
     after: Stream = field(default_factory=list)
 
 
-def arrange(visits: list[Visit], prefetch: int) -> None:
-    """Emit visits in program order: fetches `prefetch` visits ahead, aftermath one visit late,
-    both interleaved with the computation between them."""
+def arrange(visits: list[Visit], io: Io) -> None:
+    """Emit visits in program order: fetches `io.prefetch` visits ahead, aftermath one visit late,
+    both interleaved with the computation between them.
+
+    While an operation of a visit computes, the disk can do no more than the reads that stand
+    before it: `io.read_ahead` chunks of the stream. As many chunks' updates follow the operation
+    without waiting."""
+    prefetch = io.prefetch
     if prefetch == 0:
         for visit in visits:
-            _emit(visit.fetch)
+            _emit(visit.fetch, io)
             for op in visit.compute:
                 op()
-            _emit(visit.after)
+            _emit(visit.after, io)
         return
     for visit in visits[:prefetch]:
-        _emit(visit.fetch)
+        _emit(visit.fetch, io)
     late: Stream = []
     for index, visit in enumerate(visits):
         ahead = visits[index + prefetch].fetch if index + prefetch < len(visits) else []
-        lead, units = in_order([*ahead, *late])
+        lead, units = in_order([*ahead, *late], io.read_ahead)
         for op in lead:
             op()
         done = 0
@@ -55,11 +61,11 @@ def arrange(visits: list[Visit], prefetch: int) -> None:
                 unit()
             done = until
         late = visit.after
-    _emit(late)
+    _emit(late, io)
 
 
-def _emit(stream: Stream) -> None:
-    lead, units = in_order(stream)
+def _emit(stream: Stream, io: Io) -> None:
+    lead, units = in_order(stream, io.read_ahead)
     for op in [*lead, *units]:
         op()
 
@@ -394,15 +400,15 @@ def build_step(
     step = _Step(model, costs, mean_length, pending)
     plan = model.plan
     visits = step.visits(commit)
-    arrange(visits, plan.io.prefetch)
+    arrange(visits, plan.io)
     if not model.two_passes:
         step.clip()
     if plan.update == "after-backward":
         for block in model.blocks:
             disk = plan.placement.gradients == "disk"
-            _emit(step.update(block.index, None if disk else step.gradient(block.index)))
+            _emit(step.update(block.index, None if disk else step.gradient(block.index)), model.plan.io)
     if commit and plan.update != "on-fetch":
-        _emit(step.emitter.commit())
+        _emit(step.emitter.commit(), model.plan.io)
     return step.emitter.build()
 
 
@@ -411,6 +417,6 @@ def build_drain(model: PlannedModel, costs: Costs) -> StepGraph:
     step = _Step(model, costs, 1.0, pending=True)
     disk = model.plan.placement.gradients == "disk"
     for block in model.blocks:
-        _emit(step.update(block.index, None if disk else step.gradient(block.index)))
-    _emit(step.emitter.commit())
+        _emit(step.update(block.index, None if disk else step.gradient(block.index)), model.plan.io)
+    _emit(step.emitter.commit(), model.plan.io)
     return step.emitter.build()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import NamedTuple
 
 from packmule.graph.costs import Costs
 from packmule.graph.kinds import TaskKind
@@ -15,6 +16,9 @@ from packmule.shapes.model import ModelShape
 from packmule.shapes.module import Shape
 from packmule.shapes.state import state_bytes
 from packmule.spec.plan import Numerics, Plan
+
+HARD_TO_HIDE = 0.1
+"""Share of the disk's time beside the cores that is taken to be exposed all the same."""
 
 
 @dataclass(frozen=True)
@@ -119,10 +123,28 @@ def _bytes(make: Callable[..., tuple[TensorSpec, ...]], *arguments: Hashable) ->
     return layout(make(*arguments)).bytes
 
 
-def seconds_bound(
-    shape: Shape, plan: Plan, sizes: Sizes, costs: Costs, mean_length: float
-) -> tuple[float, float]:
-    """Seconds that (cores, disk) are busy; no step is shorter than either."""
+class Busy(NamedTuple):
+    """Seconds that a step's resources are busy; no step is shorter than either of the first two.
+
+    Attributes:
+        cores, disk: each in all.
+        alone: of the disk's, those in which the cores have little to do: transfers of updates after the
+            last backward, or of more than is read ahead; or all, where nothing is fetched ahead.
+    """
+
+    cores: float
+    disk: float
+    alone: float
+
+    @property
+    def estimate(self) -> float:
+        """What a step may take, to order plans by."""
+        hidden = self.disk - self.alone
+        return self.alone + max(self.cores, hidden) + HARD_TO_HIDE * hidden
+
+
+def seconds_bound(shape: Shape, plan: Plan, sizes: Sizes, costs: Costs, mean_length: float) -> Busy:
+    """How long a plan's step keeps the cores and the disk busy."""
     numerics, place = plan.numerics, plan.placement
     types = bodies.dtypes(numerics)
     works = works_of(shape, types, numerics.loss_chunk, sizes.planes)
@@ -155,9 +177,13 @@ def seconds_bound(
     passes = 1 if plan.order == "breadth" else len(numerics.micro_rows)
     times = [passes - 1, *[2 * passes - 1] * (len(sizes.planes) - 2), passes - 1]
     times[0] += passes if shape.tied else 0
-    read = written = 0.0
+
+    def seconds_on_disk(read: float, written: float) -> float:
+        return read / costs.read_bytes + written / costs.write_bytes
+
+    read = written = late_read = late_written = 0.0
     if place.state == "disk":
-        read, written = state, state
+        read = written = late_read = late_written = state
         if place.weights == "state":
             read += sum(count * size for count, size in zip(times, sizes.planes, strict=True))
     if place.weights == "disk":
@@ -165,4 +191,18 @@ def seconds_bound(
         written += sum(sizes.weights)
     if place.gradients == "disk":
         read, written = read + total, written + total
-    return cores, read / costs.read_bytes + written / costs.write_bytes
+        late_read += total
+    disk = seconds_on_disk(read, written)
+    if plan.io.prefetch == 0:
+        return Busy(cores, disk, disk)
+    late = seconds_on_disk(late_read, late_written)
+    if plan.update != "after-backward":
+        late *= 1 - min(1.0, plan.io.read_ahead / covering(plan, sizes))
+    return Busy(cores, disk, late)
+
+
+def covering(plan: Plan, sizes: Sizes) -> int:
+    """Chunks to read ahead so that the updates between two operations of a visit to the largest layer find
+    theirs read."""
+    operations = len(plan.numerics.micro_rows) if plan.order == "breadth" else 1
+    return -(-max(sizes.planes[1:-1]) // (plan.io.chunk_bytes * operations)) + 1

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import product
 
+from packmule.plan.bounds import Sizes, covering
 from packmule.plan.situation import Situation
 from packmule.shapes.model import ModelShape
 from packmule.shapes.module import ModuleShape, Shape
@@ -12,6 +13,9 @@ from packmule.spec.plan import Io, Numerics, Placement, Plan, Update
 
 LOSS_CHUNKS = (512, 128)
 CHUNK_BYTES = (4 << 20, 1 << 20)
+
+MOST_READ_AHEAD = 64 << 20
+"""Bytes of one plane that are read ahead at most."""
 
 
 def splits(rows: int, wanted: int | None) -> list[tuple[int, ...]]:
@@ -117,15 +121,12 @@ def recompute_choices(layers: int, wanted: bool | None) -> list[tuple[bool, ...]
 def candidates(situation: Situation) -> Iterator[Plan]:
     """Plans without predictions, in a fixed order."""
     low = situation.numerics.precision == "bf16-mixed"
+    sizes = Sizes.of(situation.shape, situation.numerics)
     for numerics, update in product(numerics_choices(situation), updates(situation)):
         for placement in placements(situation, update, low):
-            ios = [Io(prefetch=1)]
-            if streams(placement):
-                # The usual and the leanest; the search tries the others on what it has found.
-                ios.append(Io(prefetch=0, chunk_bytes=min(CHUNK_BYTES)))
             orders = ("breadth", "depth")
-            for order, recompute, io in product(
-                orders, recompute_choices(situation.shape.layers, situation.recompute), ios
+            for order, recompute in product(
+                orders, recompute_choices(situation.shape.layers, situation.recompute)
             ):
                 plan = Plan(
                     budget_bytes=situation.budget_bytes,
@@ -134,8 +135,21 @@ def candidates(situation: Situation) -> Iterator[Plan]:
                     order=order,
                     recompute=recompute,
                     update=update,
-                    io=io,
+                    io=Io(prefetch=1),
                     checkpoint=situation.checkpoint,
                 )
                 if allowed(plan) and balances(situation.shape, plan):
-                    yield plan
+                    for io in _cuts(plan, sizes):
+                        yield plan.model_copy(update={"io": io})
+
+
+def _cuts(plan: Plan, sizes: Sizes) -> list[Io]:
+    """The usual cut of the streams, one that hides updates behind the computation, and the leanest; the
+    search tries others on what it has found."""
+    if not streams(plan.placement):
+        return [plan.io]
+    found = [plan.io]
+    chunks = min(covering(plan, sizes), MOST_READ_AHEAD // plan.io.chunk_bytes)
+    if plan.placement.state == "disk" and plan.update != "after-backward" and chunks > plan.io.read_ahead:
+        found.append(plan.io.model_copy(update={"read_ahead": chunks}))
+    return [*found, Io(prefetch=0, chunk_bytes=min(CHUNK_BYTES))]

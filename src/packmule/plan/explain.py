@@ -72,7 +72,8 @@ def decisions(shape: Shape, plan: Plan) -> list[tuple[str, str]]:
         rows.append(
             (
                 "streams",
-                f"chunks of {format_bytes(plan.io.chunk_bytes)}, {_count(plan.io.prefetch, 'block')} ahead",
+                f"chunks of {format_bytes(plan.io.chunk_bytes)}, {_count(plan.io.prefetch, 'block')} ahead, "
+                f"{_count(plan.io.read_ahead, 'chunk')} read ahead",
             )
         )
     return rows

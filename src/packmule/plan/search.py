@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations
+from typing import NamedTuple
 
 from packmule.errors import DoesNotFit
 from packmule.plan.bounds import Sizes, ram_bound, seconds_bound
-from packmule.plan.candidates import CHUNK_BYTES, candidates, streams
+from packmule.plan.candidates import CHUNK_BYTES, MOST_READ_AHEAD, candidates, streams
 from packmule.plan.predict import STAGING_BYTES, baseline, batch_bytes, predict, step_only
 from packmule.plan.situation import Situation, Smaller
 from packmule.shapes.model import ModelShape
@@ -35,8 +36,11 @@ WORTH_SAVING = 0.02
 SHORTEST = 32
 """Rows are not proposed to be shorter than this."""
 
-HARD_TO_HIDE = 0.25
-"""Share of the disk's time that is taken to be exposed when candidates are ordered."""
+NEAR = 1.02
+"""A plan this near to its bound is not cut otherwise: no cut could gain more."""
+
+READ_AHEADS = (2, 4, 8, 16, 32)
+"""Chunks of a stream that the search reads ahead."""
 
 LEAN = 8
 """Candidates of the least bound that are worked out to find the least that is really needed."""
@@ -91,52 +95,94 @@ def _search(situation: Situation, simulations: int = SIMULATIONS) -> Found | Non
     sizes = Sizes.of(situation.shape, situation.numerics)
     room = situation.budget_bytes - baseline(situation) - STAGING_BYTES
     possible = 0
-    order: list[tuple[float, int, float, Plan]] = []
+    order: list[_Ranked] = []
     for plan in candidates(situation):
         possible += 1
         if ram_bound(situation.shape, plan, sizes) + batch_bytes(situation.shape, plan) > room:
             continue
-        cores, disk = seconds_bound(situation.shape, plan, sizes, situation.costs, situation.mean_length)
-        # Some of the disk's time is seldom hidden; the rest of the order is the candidates' own.
-        order.append((cores + HARD_TO_HIDE * disk, len(order), max(cores, disk), plan))
+        busy = seconds_bound(situation.shape, plan, sizes, situation.costs, situation.mean_length)
+        order.append(_Ranked(busy.estimate, len(order), max(busy), plan))
     order.sort(key=lambda item: item[:2])
-    fitting: list[tuple[float, int, Plan]] = []
-    simulated = 0
-    for _, number, bound, plan in order:
-        if simulated >= simulations and fitting:
-            break
-        if fitting and bound >= min(item[0] for item in fitting):
-            continue
-        simulated += 1
-        for variant in _variants(plan) if simulated == 1 else [plan]:
-            seconds, ram = step_only(situation, variant)
-            if ram <= situation.budget_bytes:
-                fitting.append((seconds + _commit_seconds(situation, variant, sizes), number, variant))
-    if fitting:
-        _, number, plan = min(fitting, key=lambda item: item[:2])
-        for variant in _variants(plan):
-            seconds, ram = step_only(situation, variant)
-            if ram <= situation.budget_bytes:
-                fitting.append((seconds + _commit_seconds(situation, variant, sizes), number, variant))
-    fitting.sort(key=lambda item: item[:2])
     complete: list[Plan] = []
-    for _, _, plan in fitting:
-        whole = _complete(situation, plan)
-        if whole is not None and whole not in complete:
-            complete.append(whole)
-        if len(complete) == SHOWN:
-            break
+    simulated = 0
+    # A step that fits may have a phase beside it that does not: then the next candidates are looked at.
+    while not complete and simulated < len(order):
+        fitting, simulated = _closely(situation, sizes, order, simulated, simulations)
+        for _, _, plan in sorted(fitting, key=lambda item: item[:2]):
+            whole = _complete(situation, plan)
+            if whole is not None and whole not in complete:
+                complete.append(whole)
+            if len(complete) == SHOWN:
+                break
     if not complete:
         return None
     return Found(complete[0], tuple(complete[1:]), possible, possible - len(order), simulated)
 
 
-def _variants(plan: Plan) -> list[Plan]:
-    """The same plan with its streams cut otherwise."""
+class _Ranked(NamedTuple):
+    """A candidate with the seconds its step may take, and can not do without."""
+
+    estimate: float
+    number: int
+    bound: float
+    plan: Plan
+
+
+def _closely(
+    situation: Situation, sizes: Sizes, order: Sequence[_Ranked], start: int, simulations: int
+) -> tuple[list[tuple[float, int, Plan]], int]:
+    """Simulate some candidates, and cut the streams of the fastest otherwise.
+
+    Args:
+        start: the first of `order` to look at.
+
+    Returns:
+        (those that fit: seconds of a step, number, plan; where to go on)
+    """
+    fitting: list[tuple[float, int, Plan]] = []
+
+    def fits(plan: Plan, number: int) -> bool:
+        seconds, ram = step_only(situation, plan)
+        if ram > situation.budget_bytes:
+            return False
+        fitting.append((seconds + _commit_seconds(situation, plan, sizes), number, plan))
+        return True
+
+    def best() -> tuple[float, int, Plan]:
+        return min(fitting, key=lambda item: item[:2])
+
+    simulated, at = 0, start
+    while at < len(order) and not (simulated >= simulations and fitting):
+        _, number, bound, plan = order[at]
+        at += 1
+        if fitting and bound >= best()[0]:
+            continue
+        fits(plan, number)
+        simulated += 1
+    if fitting:
+        _, number, plan = best()
+        bound = next(item.bound for item in order if item.number == number)
+        for rising in _cuts(plan):
+            if best()[0] <= NEAR * bound:
+                break
+            for variant in rising:
+                if variant != plan and not fits(variant, number):
+                    break  # those that follow need more
+    return fitting, at
+
+
+def _cuts(plan: Plan) -> list[list[Plan]]:
+    """The same plan with its streams cut otherwise, more and more chunks read ahead: what the disk can fetch
+    while the cores are at one task is applied at once when that task ends."""
     if not streams(plan.placement):
         return []
-    ios = [Io(prefetch=ahead, chunk_bytes=size) for ahead in (0, 1, 2) for size in CHUNK_BYTES]
-    return [plan.model_copy(update={"io": io}) for io in ios if io != plan.io]
+    io = plan.io
+    reads = [count for count in READ_AHEADS if count * io.chunk_bytes <= MOST_READ_AHEAD]
+    rising = [[Io(prefetch=max(1, io.prefetch), chunk_bytes=io.chunk_bytes, read_ahead=n) for n in reads]]
+    rising += [[io.model_copy(update={"prefetch": depth})] for depth in (0, 2)]
+    if io.chunk_bytes < max(CHUNK_BYTES):
+        rising.append([io.model_copy(update={"chunk_bytes": max(CHUNK_BYTES)})])
+    return [[plan.model_copy(update={"io": io}) for io in ios] for ios in rising]
 
 
 def _complete(situation: Situation, plan: Plan) -> Plan | None:

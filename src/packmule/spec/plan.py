@@ -107,6 +107,7 @@ class Io(Record):
 
     prefetch: int = Field(default=1, ge=0, description="blocks fetched ahead")
     chunk_bytes: int = Field(default=4 << 20, description="bytes of one plane per streamed chunk")
+    read_ahead: int = Field(default=2, ge=1, description="chunks of a stream read before the first is used")
 
 
 class CheckpointPlan(Record):

@@ -28,6 +28,7 @@ def random_graph(rng: random.Random, tasks: int, most_seconds: float) -> StepGra
         writes += rng.sample(reads, min(len(reads), rng.randint(0, 1)))
         builder.task(index % 5, uses, reads=reads, writes=writes, seconds=rng.random() * most_seconds)
         written = (written + writes)[-12:]
-    graph = builder.build(start=dict(enumerate(base)))
+    overlapped = rng.sample(range(5), rng.randint(0, 5))
+    graph = builder.build(dict(enumerate(base)), overlapped)
     graph.check()
     return graph

@@ -141,6 +141,25 @@ def test_simulated_times_obey_capacity():
     assert timeline.seconds == 8.0
 
 
+@pytest.mark.parametrize("overlapped", [False, True])
+def test_memory_that_the_disk_still_empties_is_not_given_to_the_computation(overlapped: bool) -> None:
+    """Chunks are read, changed and written; then comes a computation that needs as much memory."""
+    compute, other = 7, 1
+    builder = GraphBuilder({"cores": 1, "disk": 1}, ("ram",))
+    for _ in range(3):
+        chunk = builder.buffer(0, 0, 8)
+        builder.task(other, {"disk": 1}, writes=[chunk], seconds=1.0)
+        builder.task(other, {"cores": 1}, reads=[chunk], writes=[chunk])
+        builder.task(other, {"disk": 1}, reads=[chunk], seconds=1.0)
+    builder.task(compute, {"cores": 1}, writes=[builder.buffer(0, 0, 8)], seconds=10.0)
+    graph = builder.build(overlapped=[compute] if overlapped else [])
+    graph.check()
+    # The computation starts when the last chunk is changed, not when it is written; chunks themselves
+    # still follow each other in the same bytes.
+    assert simulate(graph).start[-1] == (5.0 if overlapped else 6.0)
+    assert graph.extent(0) == (16 if overlapped else 8)
+
+
 def test_reading_what_nothing_wrote_is_refused():
     builder = GraphBuilder({"cores": 1}, ("ram",))
     buffer = builder.buffer(0, 0, 8)

@@ -100,5 +100,12 @@ def random_plans(rng: random.Random, situation: Situation, count: int) -> list[P
     """Some of the candidates, with streams cut at random."""
     every = list(candidates(replace(situation)))
     plans = rng.sample(every, min(count, len(every)))
-    cuts = [Io(prefetch=rng.randint(0, 3), chunk_bytes=rng.choice((4096, 65536, 1 << 20))) for _ in plans]
+    cuts = [
+        Io(
+            prefetch=rng.randint(0, 3),
+            chunk_bytes=rng.choice((4096, 65536, 1 << 20)),
+            read_ahead=rng.choice((1, 2, 3, 9)),
+        )
+        for _ in plans
+    ]
     return [plan.model_copy(update={"io": io}) for plan, io in zip(plans, cuts, strict=True)]
