@@ -168,9 +168,8 @@ def main() -> int:
     from packmule.engine.bodies import BODIES
     from packmule.engine.engine import Engine, Needs
     from packmule.engine.runtime import StepState
-    from packmule.graph.kinds import TaskKind
     from packmule.graph.model import PlannedModel
-    from packmule.graph.traffic import is_io, traffic
+    from packmule.graph.traffic import traffic, uses_disk
     from packmule.models.weights.source import RandomSource
     from packmule.optim.rule import Update
     from packmule.plan.search import search
@@ -245,14 +244,11 @@ def main() -> int:
                 prepared, arguments.steps + 3, micro, 1 / targets, Update(arguments.steps + 3, RATE), progress
             )
 
-        def on_disk(kind: TaskKind) -> bool:
-            return is_io(kind) or kind == TaskKind.COMMIT
-
         disk_alone = [
-            alone(engine, "step, commit", without(BODIES, lambda kind: not on_disk(kind)), state()).seconds
+            alone(engine, "step, commit", without(BODIES, lambda kind: not uses_disk(kind)), state()).seconds
             for _ in range(2)
         ]
-        cores = alone(engine, "step, commit", without(BODIES, on_disk), state()).seconds
+        cores = alone(engine, "step, commit", without(BODIES, uses_disk), state()).seconds
         read, written = traffic(graph)
         rate = disk_rate(Path(name), read / (read + written))
         engine.close()

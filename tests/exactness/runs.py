@@ -14,6 +14,8 @@ from tests.parity.plain import TYPES, PlainModel, plain_step, precision_of
 
 from packmule.checkpoint.head import Progress
 from packmule.checkpoint.layout import StateLayout
+from packmule.checkpoint.reader import StateReader
+from packmule.checkpoint.snapshots import snapshot_path, snapshots
 from packmule.checkpoint.store import StateStore
 from packmule.engine.engine import Engine, Needs
 from packmule.engine.program import Program
@@ -73,6 +75,8 @@ def make_plan(
     prefetch: int = 1,
     steps: int = 6,
     commit_steps: int = 1,
+    snapshot_steps: int | None = None,
+    snapshots_kept: int = 2,
     chunk_bytes: int = 4096,
     length: int = 32,
     loss_chunk: int = 24,
@@ -98,7 +102,9 @@ def make_plan(
         placement=placement or Placement(state="ram", weights="state"),
         order=order, recompute=recompute, update=update,
         io=Io(prefetch=prefetch, chunk_bytes=chunk_bytes),
-        checkpoint=CheckpointPlan(commit_steps=commit_steps, snapshot_steps=None),
+        checkpoint=CheckpointPlan(
+            commit_steps=commit_steps, snapshot_steps=snapshot_steps, snapshots_kept=snapshots_kept
+        ),
     )  # fmt: skip
 
 
@@ -210,17 +216,23 @@ def state_bytes(
 def read_state(store: StateStore, blocks: int) -> tuple[int, Image]:
     """(step, every plane of every block) of the last commit, verified; the store is closed."""
     head = store.load()
-    assert head is not None
-    found = []
-    buffer = aligned_buffer(store.layout.chunk_bytes)
-    for block in range(blocks):
-        planes = bytearray()
-        for index, chunk in enumerate(store.layout.chunks(block)):
-            store.read(block, index, buffer)
-            planes += buffer[: chunk.bytes]
-        found.append(bytes(planes))
+    assert head is not None and blocks == len(store.layout.blocks)
+    found = read_planes(store)
     store.close()
     return head.step, found
+
+
+def read_planes(source: StateStore | StateReader) -> Image:
+    """Every plane of every block, verified."""
+    found = []
+    buffer = aligned_buffer(source.layout.chunk_bytes)
+    for block in range(len(source.layout.blocks)):
+        planes = bytearray()
+        for index, chunk in enumerate(source.layout.chunks(block)):
+            source.read(block, index, buffer)
+            planes += buffer[: chunk.bytes]
+        found.append(bytes(planes))
+    return found
 
 
 # The engine
@@ -260,10 +272,17 @@ def step_engine(
     plan = engine.model.plan
     batches = data.batches(step, plan.numerics)
     update = Update(step + 1, rates(plan.numerics, step).learning_rate)
-    commit = (step + 1) % plan.checkpoint.commit_steps == 0
+    kept = keeps(plan, step + 1)
+    commit = kept or (step + 1) % plan.checkpoint.commit_steps == 0
     targets, after = count_targets(batches), progress(plan, step + 1)
-    result = engine.step(batches, targets, update, after, commit, stopping=stopping)
+    result = engine.step(batches, targets, update, after, commit, snapshot=kept, stopping=stopping)
     return result.outcome.loss, result.outcome.grad_norm
+
+
+def keeps(plan: Plan, step: int) -> bool:
+    """Whether a snapshot is taken of a step."""
+    every = plan.checkpoint.snapshot_steps
+    return every is not None and step % every == 0
 
 
 def run_steps(engine: Engine, data: Data, first: int, last: int) -> Trace:
@@ -399,6 +418,24 @@ class Case:
     def state(self, folder: Path, kernels: Kernels, disk: Disk | None = None) -> tuple[int, Image]:
         """As `state_bytes`."""
         return state_bytes(folder, self.shape, self.plan, kernels, disk)
+
+    def snapshots(self, folder: Path, kernels: Kernels, disk: Disk | None = None) -> list[int]:
+        """Steps of the snapshots that are whole; each holds the state after its step, as HEAD.json says."""
+        disk, found = disk or PosixDisk(), []
+        for path in snapshots(disk, folder, kernels.crc32c):
+            with StateReader.open(disk, path, kernels.crc32c) as reader:
+                step = reader.head.step
+                assert path == snapshot_path(folder, step)
+                kept = {name: getattr(reader.head, name) for name in Progress.model_fields}
+                assert Progress(**kept) == progress(self.plan, step)
+                assert read_planes(reader) == self.expected.images[step], path.name
+                found.append(step)
+        return found
+
+    def kept(self, last: int) -> list[int]:
+        """Steps of the snapshots that there are when a run has ended with step `last`."""
+        due = [step for step in range(1, last + 1) if keeps(self.plan, step)]
+        return due[-self.plan.checkpoint.snapshots_kept :]
 
 
 def make_case(shape: ModelShape, plan: Plan, steps: int, seed: int, kernels: Kernels) -> Case:

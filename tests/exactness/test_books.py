@@ -22,8 +22,21 @@ RUN = Path("/run")
 STEPS = 4
 
 PLANS = {
-    "ram": {"commit_steps": 2},
+    "ram": {"commit_steps": 2, "snapshot_steps": 3},
     "ram, on-fetch": {"update": "on-fetch", "commit_steps": 2, "clip": None},
+    "ram, on-backward, snapshots": {
+        "placement": Placement(state="ram", weights="state", inputs="disk"),
+        "update": "on-backward",
+        "commit_steps": 2,
+        "snapshot_steps": 3,
+        "clip": None,
+    },
+    "disk, on-fetch, snapshots": {
+        "placement": Placement(state="disk", weights="ram", gradients="disk"),
+        "update": "on-fetch",
+        "commit_steps": 2,
+        "snapshot_steps": 3,
+    },
     "disk, on-fetch": {
         "placement": Placement(state="disk", weights="disk", gradients="disk", inputs="disk"),
         "update": "on-fetch",
@@ -40,6 +53,7 @@ PLANS = {
         "placement": Placement(state="disk", weights="ram"),
         "order": "depth",
         "commit_steps": 2,
+        "snapshot_steps": 3,
         "prefetch": 0,
     },
 }
@@ -66,8 +80,9 @@ def test_measured_extents_are_the_simulated_ones(case: Case, kernels: Kernels) -
     engine.settle(progress(case.plan, STEPS))
     engine.evaluate(groups(engine, evaluation_rows(case)))
     list(engine.generate([1, 2, 3], NO_STOP))
-    step_engine(engine, case.data, STEPS)
-    engine.settle(progress(case.plan, STEPS + 1))
+    for step in (STEPS, STEPS + 1):
+        step_engine(engine, case.data, step)
+        engine.settle(progress(case.plan, step + 1))
     # on-fetch commits in a step's forward or by draining: nothing is ever left to "commit".
     unused = {"commit"} if case.plan.update == "on-fetch" else set()
     assert set(engine.programs) - set(measured) == unused

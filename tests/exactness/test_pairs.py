@@ -17,7 +17,7 @@ from packmule.kernels import load
 from packmule.kernels.contract import Kernels
 from packmule.plan.candidates import allowed
 from packmule.spec.plan import Placement, Plan
-from packmule.tiers.disk import Disk, PosixDisk
+from packmule.tiers.disk import Disk, PosixDisk, remove_folder
 
 STEPS = 5
 TWO_THREADS_STEPS = 2
@@ -38,13 +38,14 @@ AXES = {
     "rule": ("adamw", "lomo"),
     "tied": (True, False),
     "commit_steps": (1, 3),
+    "snapshot_steps": (None, 2),
 }
 """Everything a plan chooses, with precision, split, clip, rule and tie, which also choose bits."""
 
 NUMERICS = ("precision", "micro_rows", "clip", "tied", "rule")
 
 
-DRAWN = ("precision", "order", "recompute", "commit_steps")
+DRAWN = ("precision", "order", "recompute", "commit_steps", "snapshot_steps")
 """Drawn anew for each combination of the others: their product with all of them takes hours."""
 
 
@@ -70,6 +71,7 @@ def plan_of(row: Row) -> Plan:
             "recompute",
             "clip",
             "commit_steps",
+            "snapshot_steps",
         )
     }
     return make_plan(placement=placement, steps=STEPS, optimizer={"rule": row["rule"]}, **choices)
@@ -104,8 +106,9 @@ def check(case: Case, row: Row, folder: Path, kernels: Kernels, disk: Disk) -> N
     assert case.state(folder, kernels, disk) == (case.steps, case.expected.images[-1]), (
         f"the state differs for {row}"
     )
+    assert case.snapshots(folder, kernels, disk) == case.kept(case.steps), f"snapshots differ for {row}"
     for name in disk.list(folder):
-        disk.remove(folder / name)
+        remove_folder(disk, folder / name) if "checkpoint-" in name else disk.remove(folder / name)
     disk.remove(folder)
 
 

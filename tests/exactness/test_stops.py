@@ -108,14 +108,14 @@ def test_a_kill_after_every_step_loses_only_what_was_not_committed(
     folder, disk = place
     case.start(folder, kernels, disk)
     expected = plain_points(case)
-    every, late = case.plan.checkpoint.commit_steps, case.plan.update == "on-fetch"
+    every, late = case.plan.checkpoint.commit_steps, case.plan.commits_late
     for last in range(1, STEPS + 1):
         engine, first = case.open(folder, kernels, disk)
         for step in range(first, last):
             assert point(case, step, step_engine(engine, case.data, step)) == expected[step]
         engine.close()  # what was pending is lost, as are planes in RAM
         head, image = case.state(folder, kernels, disk)
-        # on-fetch commits a step in the forward of the next, if this process ran both.
+        # A step may be committed in the graph of the next, if this process ran both.
         done = last - 1 if late else last
         assert head == max(first, done - done % every)
         assert image == case.expected.images[head]

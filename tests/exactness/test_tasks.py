@@ -30,6 +30,7 @@ from packmule.engine.program import Program, Task
 from packmule.engine.runtime import Runtime
 from packmule.graph.kinds import TaskKind
 from packmule.graph.model import PlannedModel
+from packmule.graph.run import SNAPSHOT
 from packmule.graph.training import build_step
 from packmule.kernels.contract import Kernels
 from packmule.spec.plan import Placement
@@ -43,11 +44,19 @@ SAMPLED = 10
 RUN = Path("/run")
 
 PLANS = {
-    "ram": {"commit_steps": 2, "precision": "fp32", "recompute": (False,) * LAYERS},
+    "ram": {"commit_steps": 2, "snapshot_steps": 1, "precision": "fp32", "recompute": (False,) * LAYERS},
+    "ram, on-backward": {
+        "placement": Placement(state="ram", weights="state", inputs="disk"),
+        "update": "on-backward",
+        "clip": None,
+        "snapshot_steps": 2,
+        "recompute": (True,) * LAYERS,
+    },
     "disk, on-fetch": {
         "placement": Placement(state="disk", weights="disk", gradients="disk", inputs="disk"),
         "update": "on-fetch",
         "recompute": (True,) * LAYERS,
+        "snapshot_steps": 1,
         "chunk_bytes": 16384,
     },
     "disk, on-backward": {
@@ -55,6 +64,7 @@ PLANS = {
         "update": "on-backward",
         "clip": None,
         "recompute": (True, False, True, False),
+        "snapshot_steps": 2,
         "chunk_bytes": 16384,
     },
     "depth": {
@@ -134,9 +144,10 @@ def test_resume_after_a_stop_at_any_task_is_bit_exact(
     seen, disk = Watcher(), RecordingDisk(deepcopy(fresh.root))
     run(case, seen, disk, kernels)
     assert case.state(RUN, kernels, disk) == (STEPS, case.expected.images[-1])
-    late = case.plan.update == "on-fetch"
-    wanted = {"load", "first", "step, commit", "drain"} if late else {"load", "step, commit"}
-    assert wanted <= {name for name, _ in seen.executions}
+    late, on_fetch = case.plan.commits_late, case.plan.update == "on-fetch"
+    wanted = {"load", "first", "step, commit", "drain"} if on_fetch else {"load", "step, commit"}
+    assert wanted <= {name.removesuffix(SNAPSHOT) for name, _ in seen.executions}
+    assert case.snapshots(RUN, kernels, disk) == case.kept(STEPS)
     for execution, task in stops(seen.executions, random.Random(seed), long):
         where = f"{seen.executions[execution][0]} ({execution}), task {task}"
         disk = RecordingDisk(deepcopy(fresh.root))
@@ -144,10 +155,12 @@ def test_resume_after_a_stop_at_any_task_is_bit_exact(
             run(case, Watcher(execution, task), disk, kernels)
         step, image = case.state(RUN, kernels, disk)
         assert image == case.expected.images[step], where
+        assert all(kept <= step for kept in case.snapshots(RUN, kernels, disk)), where
         assert execution - 1 - step <= case.plan.checkpoint.commit_steps + late, where
         resumed, trace = finish(case, RUN, kernels, disk)
         assert (resumed, trace) == (step, case.expected.trace[step:]), where
         assert case.state(RUN, kernels, disk) == (STEPS, case.expected.images[-1]), where
+        assert set(case.snapshots(RUN, kernels, disk)) <= set(case.kept(STEPS)), where
 
 
 class Signal:

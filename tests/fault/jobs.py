@@ -271,6 +271,13 @@ class Base:
         return replace(self.job(out, plan, **flags), cache=cache)
 
 
+def during_snapshot(running: Running, job: Job) -> None:
+    """Wait for a step that writes a snapshot, the step's own or that of the step before."""
+    late = job.flags["--hardware.state"] == "ram" or job.flags["--update"] == "on-fetch"
+    before = 0 if late else SNAPSHOT_EVERY - 1
+    running.until(lambda event: event["event"] == "step" and event["step"] % SNAPSHOT_EVERY == before)
+
+
 def some(names: Iterable[str], rng: random.Random, long: bool) -> list[str]:
     """All cases in the long form of a suite, else one: a start costs seconds."""
     found = list(names)

@@ -15,7 +15,7 @@ from recording_disk import Killed, RecordingDisk
 from packmule.checkpoint.head import Progress
 from packmule.checkpoint.layout import StateLayout
 from packmule.checkpoint.reader import StateReader
-from packmule.checkpoint.snapshots import rotate, snapshot, snapshot_path, snapshots
+from packmule.checkpoint.snapshots import SnapshotWriter, rotate, snapshot, snapshot_path, snapshots
 from packmule.checkpoint.store import StateStore
 from packmule.shapes.model import Block, Parameter
 from packmule.spec.plan import Numerics, OptimizerNumerics, ScheduleNumerics
@@ -83,8 +83,9 @@ def new_store(disk: Disk, run: Path = RUN) -> StateStore:
     return StateStore(disk, run, LAYOUT, zlib.crc32)
 
 
-def write_all(store: StateStore, step: int, read_first: bool) -> None:
-    """Bring every block to `step`: streamed chunk by chunk from the one before, or from memory."""
+def write_all(store: StateStore, step: int, read_first: bool, writer: SnapshotWriter | None = None) -> None:
+    """Bring every block to `step`: streamed chunk by chunk from the one before, or from memory; to a
+    snapshot too, if one is under way."""
     buffer = aligned_buffer(LAYOUT.chunk_bytes)
     for block, chunks in enumerate(contents(step)):
         store.begin(block)
@@ -94,6 +95,8 @@ def write_all(store: StateStore, step: int, read_first: bool) -> None:
                 assert _next(bytes(buffer[: len(data)]), step) == data
             buffer[: len(data)] = data
             store.write(block, index, buffer)
+            if writer:
+                writer.write(block, index, buffer)
         store.end(block)
 
 
@@ -115,6 +118,7 @@ class Scenario:
     commit_steps: int
     snapshot_steps: int | None
     streamed: bool
+    background: bool = False
     kill_at: int | None = None
     run: Path = RUN
 
@@ -126,6 +130,7 @@ class Scenario:
             commit_steps=every,
             snapshot_steps=rng.choice((None, every)),
             streamed=rng.random() < 0.5,
+            background=rng.random() < 0.5,
             kill_at=rng.choice((None, rng.randrange(40), rng.randrange(40))),
         )
 
@@ -144,15 +149,19 @@ def train(disk: Disk, scenario: Scenario, promise: Promise) -> None:
         promise.low = promise.high = head.step
     for step in range(promise.low + 1, scenario.steps + 1):
         due = step % scenario.commit_steps == 0
+        kept = due and scenario.snapshot_steps is not None and step % scenario.snapshot_steps == 0
+        writer = None
+        if kept and scenario.background:
+            writer = SnapshotWriter(store, snapshot_path(scenario.run, step))
         if scenario.streamed or due:
-            write_all(store, step, read_first=scenario.streamed)
+            write_all(store, step, scenario.streamed, writer)
         if due:
             promise.high = step
             store.commit(progress(step))
             promise.low = step
-        if due and scenario.snapshot_steps and step % scenario.snapshot_steps == 0:
+        if kept:
             promise.kept.discard(step)  # one left by a killed process is replaced
-            snapshot(store, buffer)
+            writer.seal() if writer else snapshot(store, buffer)
             promise.kept = {step}
             rotate(disk, scenario.run, 1, store.checksum)
     store.close()

@@ -1,21 +1,22 @@
 """A power loss at any moment of a training run leaves one of its commits, from which the run goes
-on to the same bits, through more power losses."""
+on to the same bits, through more power losses; and its snapshots, which are whole or not there."""
 
 from __future__ import annotations
 
 import random
+import re
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
 import torch
 from recording_disk import Folder, RecordingDisk
-from tests.exactness.runs import Case, make_case, make_plan, run_steps, tiny_shape
+from tests.exactness.runs import Case, keeps, make_case, make_plan, run_steps, tiny_shape
 
 from packmule.kernels import load
 from packmule.kernels.contract import Kernels
-from packmule.spec.plan import Placement
+from packmule.spec.plan import Placement, Plan
 
 STEPS = 4
 STATES = 80
@@ -25,31 +26,38 @@ LONG_STATES = 2_000
 RUN = Path("/run")
 
 PLANS = {
-    "ram, commit every 2": {"commit_steps": 2, "precision": "fp32"},
+    "ram, commit every 2": {"commit_steps": 2, "snapshot_steps": 2, "snapshots_kept": 1, "precision": "fp32"},
     "disk, on-fetch": {
         "placement": Placement(state="disk", weights="disk", gradients="disk", inputs="disk"),
         "update": "on-fetch",
+        "snapshot_steps": 1,
+        "snapshots_kept": 1,
     },
     "disk, on-backward, commit every 3": {
         "placement": Placement(state="disk", weights="state"),
         "update": "on-backward",
         "clip": None,
         "commit_steps": 3,
+        "snapshot_steps": 2,
     },
     "lomo, two passes": {
         "placement": Placement(state="disk", weights="state", inputs="disk"),
         "update": "on-backward",
         "optimizer": {"rule": "lomo"},
+        "snapshot_steps": 2,
     },
 }
 
 
 @dataclass
 class Promise:
-    """Commits that a power loss now may leave: `low` or, while it is being made, `high`."""
+    """Commits that a power loss now may leave: `low` or, while it is being made, `high`; and the snapshots
+    that it must leave: `kept`, with `renamed` when their folder is synced."""
 
     low: int
     high: int
+    kept: set[int] = field(default_factory=set)
+    renamed: set[int] = field(default_factory=set)
 
 
 class Search:
@@ -60,6 +68,7 @@ class Search:
         self.pool: list[tuple[Folder, int, str]] = []
         self.finished = 0
         self.recovered: set[int] = set()
+        self.kept: set[int] = set()
 
     def start(self) -> None:
         disk = RecordingDisk()
@@ -77,16 +86,23 @@ class Search:
 
     def finish(self, root: Folder, step: int, where: str) -> None:
         """Carry a run on to its end and hold it against the plain loop."""
-        case, every = self.case, self.case.plan.checkpoint.commit_steps
-        commits = [s for s in range(step + 1, STEPS + 1) if s % every == 0 or s == STEPS]
+        case = self.case
+        commits = [s for s in committed(case.plan) if s > step]
         promise = Promise(step, step)
 
         def after(disk: RecordingDisk) -> None:
             operation = disk.log[-1]
-            if operation.startswith("rename"):
+            kept = re.search(r"checkpoint-(\d+)", operation)
+            if operation.startswith("rename") and kept:
+                promise.renamed.add(int(kept[1]))
+            elif operation.startswith("rename"):
                 promise.high = commits.pop(0)
-            elif operation.startswith("sync_folder"):
+            elif operation.startswith("remove") and kept:
+                promise.kept.discard(int(kept[1]))
+            elif operation == f"sync_folder {RUN}":
                 promise.low = promise.high
+                promise.kept |= promise.renamed
+                promise.renamed.clear()
             likely = 0.01 if operation.startswith("write /") else 0.3
             if self.rng.random() < likely:
                 self.cut(disk, promise, operation)
@@ -99,6 +115,8 @@ class Search:
         engine.close()
         assert trace == case.expected.trace[step:], where
         assert case.state(RUN, self.kernels, disk) == (STEPS, case.expected.images[-1]), where
+        assert not commits, where
+        assert set(case.snapshots(RUN, self.kernels, disk)) >= promise.kept, where
 
     def cut(self, disk: RecordingDisk, promise: Promise, operation: str) -> None:
         """One state that a power loss now may leave."""
@@ -107,8 +125,17 @@ class Search:
         step, image = self.case.state(RUN, self.kernels, RecordingDisk(copy_of(left.root)))
         assert step in (promise.low, promise.high), where
         assert image == self.case.expected.images[step], where
+        found = self.case.snapshots(RUN, self.kernels, RecordingDisk(copy_of(left.root)))
+        assert promise.kept <= set(found) and all(kept <= step for kept in found), (found, where)
+        self.kept.update(found)
         self.recovered.add(step)
         self.pool.append((left.root, step, where))
+
+
+def committed(plan: Plan) -> list[int]:
+    """Steps with a commit."""
+    every = plan.checkpoint.commit_steps
+    return [step for step in range(1, STEPS + 1) if step % every == 0 or keeps(plan, step) or step == STEPS]
 
 
 def copy_of(folder: Folder) -> Folder:
@@ -137,7 +164,7 @@ def test_every_state_a_power_loss_leaves_goes_on_to_the_same_bits(
     search = Search(case, kernels, seed)
     search.start()
     search.run(LONG_STATES if long else STATES)
-    every = plan.checkpoint.commit_steps
-    committed = {0, *range(every, STEPS, every), STEPS}
     # A few hundred states need not meet every commit; thousands do.
-    assert search.recovered >= committed if long else len(search.recovered & committed) > 2
+    commits = {0, *committed(plan)}
+    assert search.recovered >= commits if long else len(search.recovered & commits) > 2
+    assert search.kept

@@ -24,6 +24,10 @@ SYNCS = (
     "snapshot: sync_file HEAD.json",
     "snapshot: sync_folder checkpoint-N.tmp",
     "snapshot: sync_folder run",
+    "seal: sync state.bin",
+    "seal: sync_file HEAD.json",
+    "seal: sync_folder checkpoint-N.tmp",
+    "seal: sync_folder run",
 )
 
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from jobs import LIKE, STEPS, Base, Job, compare, head_step
+from jobs import LIKE, STEPS, Base, Job, compare, during_snapshot, head_step
 from processes import Running, gone
 
 MOMENTS = ("any", "plan", "load", "step", "step", "step", "evaluation", "sample", "snapshot", "export")
@@ -55,7 +55,7 @@ def kill_once(job: Job, plan: str, rng: random.Random, kills: Kills) -> bool:
     moment, victim = rng.choice(MOMENTS), rng.choice(VICTIMS)
     before = head_step(job.out)
     with job.start() as running:
-        wait_for(running, moment, rng)
+        wait_for(running, job, moment, rng)
         children = running.children()
         if victim != "parent":
             for child in children:
@@ -77,7 +77,7 @@ def kill_once(job: Job, plan: str, rng: random.Random, kills: Kills) -> bool:
     return head < STEPS or rng.random() < 0.7
 
 
-def wait_for(running: Running, moment: str, rng: random.Random) -> None:
+def wait_for(running: Running, job: Job, moment: str, rng: random.Random) -> None:
     if moment == "any":
         time.sleep(rng.uniform(0, 2.5))
         return
@@ -85,7 +85,10 @@ def wait_for(running: Running, moment: str, rng: random.Random) -> None:
         running.until(lambda event: event["event"] == "plan")
         time.sleep(rng.uniform(0, 1))
         return
-    running.until_phase(moment, rng.randint(1, 3) if moment == "step" else 1)
+    if moment == "snapshot":
+        during_snapshot(running, job)
+    else:
+        running.until_phase(moment, rng.randint(1, 3) if moment == "step" else 1)
     time.sleep(rng.uniform(0, 0.03))
 
 

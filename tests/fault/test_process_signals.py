@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
-from jobs import SNAPSHOT_EVERY, STEPS, Base, Job, compare, head_step
+from jobs import SNAPSHOT_EVERY, STEPS, Base, Job, compare, during_snapshot, head_step
 from processes import DEADLINE, alive, gone
 
 STOP_SECONDS = 20.0
@@ -41,6 +41,9 @@ def stop(job: Job, phase: str, rng: random.Random) -> bool:
         elif phase == "plan":
             running.until(lambda event: event["event"] == "plan")
             time.sleep(rng.uniform(0, 2))
+        elif phase == "snapshot":
+            during_snapshot(running, job)
+            time.sleep(rng.uniform(0, 0.03))
         else:
             assert running.until_phase(phase, rng.randint(1, 2) if phase == "step" else 1)
             time.sleep(rng.uniform(0, 0.03))

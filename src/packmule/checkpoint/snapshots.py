@@ -3,6 +3,9 @@
 A snapshot is a run folder with one slot per block. It is built under a temporary name and
 renamed when all of it is durable, so a folder `checkpoint-N` is whole unless it was damaged
 later or is half removed; `newest` passes over those.
+
+It is filled by whoever has the planes in memory (`SnapshotWriter`), in the same pass that stores
+them in the run, or copied from a commit that is there (`snapshot`, `keep_best`).
 """
 
 from __future__ import annotations
@@ -21,10 +24,11 @@ from packmule.checkpoint.head import (
     read_head,
     seal,
 )
+from packmule.checkpoint.layout import StateLayout
 from packmule.checkpoint.reader import Report, StateReader
 from packmule.checkpoint.store import StateStore
 from packmule.errors import ConfigError, DamagedFile, DiskError
-from packmule.tiers.disk import Disk, remove_folder
+from packmule.tiers.disk import Disk, Handle, remove_folder
 
 _NAME = re.compile(r"checkpoint-(\d+)")
 
@@ -78,27 +82,103 @@ def best_step(disk: Disk, run: Path, checksum: Checksum) -> int | None:
     return None if head is None else head.step
 
 
-def _keep(store: StateStore, target: Path, buffer: memoryview, report: Report | None) -> Path:
-    disk = store.disk
-    with store.reader() as reader:
-        temporary = target.with_name(target.name + ".tmp")
-        if disk.exists(temporary):
-            remove_folder(disk, temporary)
-        disk.make_folder(temporary)
+class SnapshotWriter:
+    """A snapshot under way: chunks in any order, then `seal`, when the commit that it is of has been made.
+
+    Args:
+        store: of the run.
+        target: what `seal` names it, replacing what is there.
+
+    Raises:
+        DiskError: it does not fit; nothing is left behind.
+    """
+
+    def __init__(self, store: StateStore, target: Path) -> None:
+        self._store, self._target = store, target
+        self._disk = store.disk
+        self._layout = store.layout.with_slots(1)
+        self._temporary = target.with_name(target.name + ".tmp")
+        self._handle: Handle | None = None
+        if self._disk.exists(self._temporary):
+            remove_folder(self._disk, self._temporary)
+        self._disk.make_folder(self._temporary)
         try:
-            _copy(disk, reader, temporary, buffer, report)
-            head = seal(_single_slot(reader), store.checksum)
-            disk.write_bytes(temporary / HEAD_NAME, encode(head))
+            self._disk.create(self._temporary / STATE_NAME, self._layout.bytes)
+            self._handle = self._disk.open(self._temporary / STATE_NAME, write=True)
+        except DiskError:
+            self.abandon()
+            raise
+
+    def write(self, block: int, index: int, buffer: memoryview) -> None:
+        """Write the start of `buffer` as a chunk: the bytes that the run stores for this commit."""
+        view = buffer.cast("B")[: self._layout.chunks(block)[index].bytes]
+        self._disk.write(self._open(), view, self._layout.chunk_offset(block, 0, index))
+
+    def seal(self) -> Path:
+        """Make it durable under its name. All chunks have been written, and the store's last commit is
+        the one that holds these bytes.
+
+        Returns:
+            The folder.
+
+        Raises:
+            DiskError: it is not there; nothing of it is left behind.
+        """
+        head = self._store.head
+        if head is None:
+            raise RuntimeError("nothing has been committed")
+        disk, temporary, target = self._disk, self._temporary, self._target
+        try:
+            disk.sync(self._open())
+            record = seal(_single_slot(head, self._layout), self._store.checksum)
+            disk.write_bytes(temporary / HEAD_NAME, encode(record))
             disk.sync_file(temporary / HEAD_NAME)
             disk.sync_folder(temporary)
         except DiskError:
-            remove_folder(disk, temporary)
+            self.abandon()
             raise
-    if disk.exists(target):
-        remove_snapshot(disk, target)
-    disk.rename(temporary, target)
-    disk.sync_folder(store.folder)
-    return target
+        self.close()
+        if disk.exists(target):
+            remove_snapshot(disk, target)
+        disk.rename(temporary, target)
+        disk.sync_folder(target.parent)
+        return target
+
+    def abandon(self) -> None:
+        """It will not be finished: nothing of it is left behind."""
+        self.close()
+        if self._disk.exists(self._temporary):
+            remove_folder(self._disk, self._temporary)
+
+    def close(self) -> None:
+        """Let go of the file."""
+        if self._handle is not None:
+            self._disk.close(self._handle)
+            self._handle = None
+
+    def _open(self) -> Handle:
+        if self._handle is None:
+            raise RuntimeError(f"{self._target}: sealed or abandoned already")
+        return self._handle
+
+
+def _keep(store: StateStore, target: Path, buffer: memoryview, report: Report | None) -> Path:
+    with store.reader() as reader:
+        writer = SnapshotWriter(store, target)
+        layout, done = reader.layout, 0
+        total = layout.with_slots(1).bytes
+        try:
+            for block in range(len(layout.blocks)):
+                for index, chunk in enumerate(layout.chunks(block)):
+                    reader.read(block, index, buffer)
+                    writer.write(block, index, buffer)
+                    done += chunk.bytes
+                    if report:
+                        report(done, total)
+        except BaseException:
+            writer.abandon()
+            raise
+        return writer.seal()
 
 
 def snapshots(disk: Disk, run: Path, checksum: Checksum) -> tuple[Path, ...]:
@@ -189,26 +269,6 @@ def _complete(disk: Disk, path: Path, checksum: Checksum) -> bool:
         return False
 
 
-def _copy(disk: Disk, reader: StateReader, folder: Path, buffer: memoryview, report: Report | None) -> None:
-    layout = reader.layout.with_slots(1)
-    disk.create(folder / STATE_NAME, layout.bytes)
-    handle = disk.open(folder / STATE_NAME, write=True)
-    try:
-        done = 0
-        for block in range(len(layout.blocks)):
-            for index, chunk in enumerate(layout.chunks(block)):
-                reader.read(block, index, buffer)
-                view = buffer.cast("B")[: chunk.bytes]
-                disk.write(handle, view, layout.chunk_offset(block, 0, index))
-                done += chunk.bytes
-                if report:
-                    report(done, layout.bytes)
-        disk.sync(handle)
-    finally:
-        disk.close(handle)
-
-
-def _single_slot(reader: StateReader) -> Head:
-    blocks = tuple(BlockHead(slot=0, checksums=block.checksums) for block in reader.head.blocks)
-    layout = reader.layout.with_slots(1).record()
-    return reader.head.model_copy(update={"layout": layout, "blocks": blocks})
+def _single_slot(head: Head, layout: StateLayout) -> Head:
+    blocks = tuple(BlockHead(slot=0, checksums=block.checksums) for block in head.blocks)
+    return head.model_copy(update={"layout": layout.record(), "blocks": blocks})

@@ -171,6 +171,11 @@ class StateStore:
             self._written[block] = True
             del self._updates[block]
 
+    def cancel(self) -> None:
+        """Forget updates under way: their blocks are as they were before."""
+        with self._lock:
+            self._updates.clear()
+
     def read(self, block: int, index: int, buffer: memoryview, verify: bool = True) -> None:
         """Fill the start of `buffer` with the newest bytes of a chunk: those of the update under
         way if it has written the chunk, else those from before it.

@@ -497,19 +497,32 @@ def read_state(runtime: Runtime, task: Task) -> None:
 
 def write_state(runtime: Runtime, task: Task) -> None:
     """One chunk of every plane to the block's slot; the first begins the update, the last ends it."""
-    model, store = runtime.model, runtime.writable
+    store = runtime.writable
+    if task.part == 0:
+        store.begin(task.block)
+    for index, view in _stored(runtime, task):
+        store.write(task.block, index, view)
+    if task.part == store.layout.pieces(task.block) - 1:
+        store.end(task.block)
+
+
+def write_snapshot(runtime: Runtime, task: Task) -> None:
+    """The same chunk of every plane to the snapshot under way."""
+    for index, view in _stored(runtime, task):
+        runtime.snapshot.write(task.block, index, view)
+
+
+def _stored(runtime: Runtime, task: Task) -> Iterator[tuple[int, memoryview]]:
+    """(index in the store's layout, bytes) of the task's chunk of every plane."""
+    model = runtime.model
     start, size = model.chunks(task.block)[task.part]
-    pieces = store.layout.pieces(task.block)
+    pieces = runtime.store.layout.pieces(task.block)
     resident = task.find(BufferKind.STATE)
     place = resident or task.get(BufferKind.STATE_CHUNK)
     stride, base = (model.plane_bytes[task.block], start) if resident else (size, 0)
-    if task.part == 0:
-        store.begin(task.block)
     for plane in range(len(model.planes)):
         view = runtime.arena.view(place.offset + plane * stride + base, size)
-        store.write(task.block, plane * pieces + task.part, view)
-    if task.part == pieces - 1:
-        store.end(task.block)
+        yield plane * pieces + task.part, view
 
 
 def commit(runtime: Runtime, task: Task) -> None:
@@ -517,9 +530,14 @@ def commit(runtime: Runtime, task: Task) -> None:
     state = runtime.state
     if state.progress is None:
         raise RuntimeError("a commit without progress")
-    if runtime.model.plan.update != "on-fetch":
-        check_finite(state.losses, state.square)  # on-fetch: checked when the step ended
+    if not runtime.model.plan.commits_late:
+        check_finite(state.losses, state.square)  # else it was checked when the step ended
     runtime.writable.commit(state.progress)
+
+
+def snapshot(runtime: Runtime, task: Task) -> None:
+    """The commit has been made: so is the snapshot of it."""
+    runtime.end_snapshot()
 
 
 def check_finite(losses: dict[int, tuple[float, int]], square: float) -> None:
@@ -578,4 +596,6 @@ BODIES: dict[TaskKind, Body] = {
     TaskKind.EXPERTS_BACKWARD: experts_backward,
     TaskKind.READ_ROUTED: _transfer(BufferKind.ROUTED, write=False),
     TaskKind.WRITE_ROUTED: _transfer(BufferKind.ROUTED, write=True),
+    TaskKind.WRITE_SNAPSHOT: write_snapshot,
+    TaskKind.SNAPSHOT: snapshot,
 }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,10 +17,11 @@ from packmule.engine.bodies import BODIES, check_finite
 from packmule.engine.module_bodies import MODULE_BODIES
 from packmule.engine.program import Program
 from packmule.engine.runtime import Outcome, Runtime, StepState
+from packmule.errors import DiskError
 from packmule.graph.costs import Costs
 from packmule.graph.kinds import BufferKind, Tier
 from packmule.graph.model import PlannedModel
-from packmule.graph.run import evaluation_batches, fewer, inference_graphs, run_graphs
+from packmule.graph.run import SNAPSHOT, evaluation_batches, fewer, inference_graphs, run_graphs
 from packmule.graph.simulate import simulate
 from packmule.graph.step import StepGraph
 from packmule.kernels.contract import Kernels
@@ -74,11 +75,28 @@ class StepResult:
 
 @dataclass(frozen=True)
 class _Pending:
-    """on-fetch: an update whose gradients wait for the next forward."""
+    """What is left of a step for the graph of the next, where `Plan.commits_late`.
 
-    update: Update
+    Attributes:
+        update: on-fetch: its gradients wait for the next forward.
+        progress: what its commit records.
+        commit: it is to be made durable.
+        snapshot: and to be kept apart.
+    """
+
+    update: Update | None
     progress: Progress
     commit: bool
+    snapshot: bool
+
+    @property
+    def name(self) -> str:
+        """The graph of the step that does it."""
+        return _named("step, commit" if self.commit else "step", self.snapshot)
+
+
+def _named(graph: str, snapshot: bool) -> str:
+    return f"{graph}{SNAPSHOT}" if snapshot else graph
 
 
 class Engine:
@@ -122,6 +140,7 @@ class Engine:
         self.programs = {name: Program(self.runtime, graph, bodies, poison) for name, graph in graphs.items()}
         self._pending: _Pending | None = None
         self._committed = True
+        self._last: Progress | None = None
         self._running: Program | None = None
         self._failed = False
 
@@ -142,6 +161,7 @@ class Engine:
         progress: Progress,
         commit: bool,
         *,
+        snapshot: bool = False,
         stop_after: int | None = None,
         stopping: Stopping | None = None,
     ) -> StepResult:
@@ -152,41 +172,50 @@ class Engine:
             targets: targets of the global batch, counted beforehand.
             update: this step's number and learning rate.
             progress: what a commit after this step records.
-            commit: make this step durable (for on-fetch: in the next step's forward).
+            commit: make this step durable (in the next step, where `Plan.commits_late`).
+            snapshot: keep a copy of it apart, when it is durable; the plan has snapshots, and this is
+                a step with a commit.
             stop_after, stopping: as in `execute`.
 
         Raises:
             RunFailed: the loss is not finite.
+            DiskError: there is no room for a snapshot; what was to be in it is durable.
             Stopped: as in `execute`. Unless the engine is `clean` then, it takes no more steps:
                 open another one from the last commit.
         """
-        on_fetch = self.model.plan.update == "on-fetch"
+        late, on_fetch = self.model.plan.commits_late, self.model.plan.update == "on-fetch"
         pending = self._pending
+        if snapshot and not commit:
+            raise ValueError("a snapshot is of a commit")
         state = self._state(batches, self.model.plan.numerics.micro_tokens[: len(batches)])
         state.scale = 1.0 / max(1, targets)
         state.number, state.update, state.progress = update.step, update, progress
-        name = "step, commit" if commit else "step"
-        if on_fetch:
-            name = "first"
+        name = _named("step, commit" if commit else "step", snapshot)
+        if late:
+            name = "first" if on_fetch else "step"
             if pending is not None:
-                state.update, state.progress = pending.update, pending.progress
-                name = "step, commit" if pending.commit else "step"
+                state.update, state.progress = pending.update or update, pending.progress
+                name = pending.name
+        if name.endswith(SNAPSHOT):
+            self._begin_snapshot(state.progress)
         if len(batches) < len(self.model.plan.numerics.micro_rows):
             name = fewer(name, len(batches))
         program = self.programs[name]
         with self._changing():
             timeline = self._run(name, stop_after=stop_after, stopping=stopping)
             check_finite(state.losses, state.square)
-        if on_fetch:
-            self._pending = _Pending(update, progress, commit)
-        self._committed = commit and not on_fetch
+        self._pending = None
+        if on_fetch or (late and commit):
+            self._pending = _Pending(update if on_fetch else None, progress, commit, snapshot)
+        self._committed = commit and not late
+        self._last = progress
         return StepResult(state.outcome(), timeline, program.graph)
 
     @property
     def clean(self) -> bool:
         """Whether the execution under way, or the last one, has left every plane as it was: no
         update has begun since. Always False where an update of the step before is pending."""
-        return self._pending is None and not (self._running is not None and self._running.touched)
+        return not self.update_pending and not (self._running is not None and self._running.touched)
 
     def settle(self, progress: Progress, stopping: Stopping | None = None) -> None:
         """Apply what is pending and make the state durable, if it is not yet.
@@ -194,16 +223,40 @@ class Engine:
         Args:
             progress: of the last step; recorded by the commit.
         """
+        self._check_usable()
+        pending = self._pending
+        if self._committed and pending is None:
+            return
         state = self._state((), ())
+        state.progress = progress if pending is None else pending.progress
+        kept = pending is not None and pending.snapshot
+        if kept:
+            self._begin_snapshot(state.progress)
         with self._changing():
-            if self._pending is not None:
-                state.update, state.progress = self._pending.update, self._pending.progress
-                self._run("drain", stopping=stopping)
-                self._pending = None
-            elif not self._committed:
-                state.progress = progress
-                self._run("commit", stopping=stopping)
+            if pending is not None and pending.update is not None:
+                state.update = pending.update
+                self._run(_named("drain", kept), stopping=stopping)
+            else:
+                self._run(_named("commit", kept), stopping=stopping)
+            self._pending = None
         self._committed = True
+
+    def _begin_snapshot(self, progress: Progress) -> None:
+        """Make room for the snapshot of a step before a graph fills it; where there is none, no step so
+        far is lost."""
+        try:
+            self.runtime.begin_snapshot(progress.step)
+        except DiskError:
+            if self._pending is not None:
+                self._pending = replace(self._pending, snapshot=False)
+            if self._last is not None:
+                self.settle(self._last)
+            raise
+
+    def snapshots_made(self) -> list[tuple[int, Path]]:
+        """(step, folder) of every snapshot that has become whole since this was asked last."""
+        found, self.runtime.snapshots = self.runtime.snapshots, []
+        return found
 
     def evaluate(
         self,
@@ -213,7 +266,7 @@ class Engine:
     ) -> Tally:
         """The sums over groups of micro-batches as `evaluation_groups` cuts them.
 
-        Nothing may be pending: `settle` first.
+        No update may be pending: `settle` first.
 
         Args:
             token_bytes: int32 [V], bytes of text that tokens stand for, where known.
@@ -301,15 +354,21 @@ class Engine:
             yield
         except BaseException:
             self._failed = not self.clean
+            self.runtime.writable.cancel()  # stores that were cut off
             raise
 
     def _check_usable(self) -> None:
         if self._failed:
             raise RuntimeError("an update was cut short: open another engine from the last commit")
 
+    @property
+    def update_pending(self) -> bool:
+        """on-fetch: whether an update of the step before waits."""
+        return self._pending is not None and self._pending.update is not None
+
     def _check_settled(self) -> None:
         self._check_usable()
-        if self._pending is not None:
+        if self.update_pending:
             raise RuntimeError("an update is pending: settle first")
 
     def _state(self, batches: Sequence[Batch], capacities: tuple[int, ...]) -> StepState:

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import numpy as np
-
 from packmule.engine.executor import execute
 from packmule.engine.runtime import Runtime
 from packmule.graph.kinds import BufferKind, TaskKind, Tier
@@ -33,7 +31,7 @@ class Task:
         self.micro = int(graph.micro[index])
         self.part = int(graph.part[index])
         self._buffers: dict[tuple[int, int, int], Range] = {}
-        if self.kind == TaskKind.COMMIT:
+        if self.kind in (TaskKind.COMMIT, TaskKind.SNAPSHOT):
             return
         for buffer in graph.touched(index).tolist():
             key = (
@@ -79,7 +77,7 @@ class Program:
         self._bodies = bodies
         self._poison = poison
         self._tasks: list[Task | None] = [None] * graph.tasks
-        self._changes = np.isin(graph.kind, (TaskKind.UPDATE, TaskKind.WRITE_STATE))
+        self._changes = graph.kind == TaskKind.UPDATE
         self._ledger: Ledger | None = None
 
     def run(self, *, stop_after: int | None = None, stopping: Callable[[], bool] | None = None) -> Timeline:

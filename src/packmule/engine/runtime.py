@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Hashable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,7 +14,9 @@ from torch import Tensor
 
 from packmule.checkpoint.head import Progress
 from packmule.checkpoint.reader import StateReader
+from packmule.checkpoint.snapshots import SnapshotWriter, rotate, snapshot_path
 from packmule.checkpoint.store import StateStore
+from packmule.errors import DiskError
 from packmule.graph.model import PlannedModel
 from packmule.kernels.contract import Kernels
 from packmule.models.context import Decoder, TokenBatch
@@ -158,6 +161,8 @@ class Runtime:
         self._layouts: dict[tuple[Hashable, ...], Layout] = {}
         self._views: dict[tuple[int, int], dict[str, Tensor]] = {}
         self._work: Handle | None = None
+        self._snapshot: SnapshotWriter | None = None
+        self.snapshots: list[tuple[int, Path]] = []
         if work_bytes:
             path = folder / WORK_NAME
             if disk.exists(path):
@@ -191,6 +196,32 @@ class Runtime:
         return self.store
 
     @property
+    def snapshot(self) -> SnapshotWriter:
+        """The snapshot under way."""
+        if self._snapshot is None:
+            raise RuntimeError("no snapshot has been begun")
+        return self._snapshot
+
+    def begin_snapshot(self, step: int) -> None:
+        """Make room for a snapshot of a step, unless that has been done.
+
+        Raises:
+            DiskError: there is none.
+        """
+        if self._snapshot is None:
+            store = self.writable
+            self._snapshot = SnapshotWriter(store, snapshot_path(store.folder, step))
+
+    def end_snapshot(self) -> None:
+        """All of a commit is in the snapshot under way: make it whole; older ones go."""
+        store = self.writable
+        path = self.snapshot.seal()
+        self._snapshot = None
+        rotate(store.disk, store.folder, self.model.plan.checkpoint.snapshots_kept, store.checksum)
+        if store.head is not None:
+            self.snapshots.append((store.head.step, path))
+
+    @property
     def work(self) -> Handle:
         """work.bin."""
         if self._work is None:
@@ -216,4 +247,8 @@ class Runtime:
         if self._work is not None:
             self.disk.close(self._work)
             self._work = None
+        if self._snapshot is not None:
+            with suppress(DiskError):
+                self._snapshot.abandon()  # cut off: the resumed run makes it from the commit
+            self._snapshot = None
         self.store.close()

@@ -51,10 +51,15 @@ def in_order(stream: Stream, ahead: int) -> tuple[list[Op], list[Op]]:
 
 
 class Emitter:
-    """Adds the tasks of one planned model to a builder."""
+    """Adds the tasks of one planned model to a builder.
 
-    def __init__(self, model: PlannedModel, costs: Costs, mean_length: float) -> None:
+    Args:
+        snapshot: whatever is stored in the slots is also written to a snapshot, which the commit ends with.
+    """
+
+    def __init__(self, model: PlannedModel, costs: Costs, mean_length: float, snapshot: bool = False) -> None:
         threads = model.plan.numerics.threads
+        self.snapshot = snapshot
         self.model = model
         self.costs = costs
         self.mean_length = mean_length
@@ -232,7 +237,15 @@ class Emitter:
         return lambda: self._rule(size, reads, writes, block, part)
 
     def _store(self, size: int, state: int, slot: int, block: int, part: int) -> Op:
-        return lambda: self.disk_task(TaskKind.WRITE_STATE, size, [state], [slot], block, part=part)
+        """Write a chunk of every plane to its slot, and to the snapshot under way while it is in RAM."""
+
+        def emit() -> None:
+            self.disk_task(TaskKind.WRITE_STATE, size, [state], [slot], block, part=part)
+            if self.snapshot:
+                copy = self.resident(BufferKind.COPY, Tier.SNAPSHOT, block, part)
+                self.disk_task(TaskKind.WRITE_SNAPSHOT, size, [state], [copy], block, part=part)
+
+        return emit
 
     def _rule(self, size: int, reads: list[int], writes: list[int], block: int, part: int) -> None:
         moved = size * (2 * len(self.model.planes) + 1.5)
@@ -244,27 +257,35 @@ class Emitter:
         stored = self.resident(BufferKind.WEIGHTS, Tier.DISK, block)
         return lambda: self.disk_task(TaskKind.WRITE_WEIGHTS, size, [source], [stored], block)
 
+    def stores(self, block: int) -> Stream:
+        """Write a block's resident state to its slot."""
+        state = self.resident(BufferKind.STATE, Tier.RAM, block)
+        stream = []
+        for part, (_, size) in enumerate(self.model.chunks(block)):
+            slot = self.resident(BufferKind.SLOT, Tier.SLOTS, block, part)
+            stream.append(Piece(None, self._store(size * len(self.model.planes), state, slot, block, part)))
+        return stream
+
+    def seal(self) -> None:
+        """Replace HEAD, when everything is in its slots; then the snapshot is whole too."""
+        model = self.model
+        counts = {block.index: len(model.chunks(block.index)) for block in model.blocks}
+        parts = [(block, part) for block, count in counts.items() for part in range(count)]
+        slots = [self.resident(BufferKind.SLOT, Tier.SLOTS, *place) for place in parts]
+        seconds = 4 * self.costs.sync_seconds
+        self.builder.task(TaskKind.COMMIT, self._disk, reads=slots, writes=slots, seconds=seconds)
+        if self.snapshot:
+            copies = [self.resident(BufferKind.COPY, Tier.SNAPSHOT, *place) for place in parts]
+            used = [*slots, *copies]
+            self.builder.task(TaskKind.SNAPSHOT, self._disk, reads=used, writes=copies, seconds=seconds)
+
     def commit(self) -> Stream:
         """Make the state durable: write what lies in RAM, then replace HEAD."""
-        model, stream = self.model, []
-        slots = []
-        for block in range(len(model.blocks)):
-            for part, (_, size) in enumerate(model.chunks(block)):
-                slot = self.resident(BufferKind.SLOT, Tier.SLOTS, block, part)
-                slots.append(slot)
-                if model.plan.placement.state == "ram":
-                    state = self.resident(BufferKind.STATE, Tier.RAM, block)
-                    stream.append(
-                        Piece(None, self._store(size * len(model.planes), state, slot, block, part))
-                    )
-
-        def seal() -> None:
-            self.builder.task(
-                TaskKind.COMMIT, self._disk, reads=slots, writes=slots, seconds=4 * self.costs.sync_seconds
-            )
-
-        stream.append(Piece(None, seal))
-        return stream
+        stream: Stream = []
+        if self.model.plan.placement.state == "ram":
+            for block in self.model.blocks:
+                stream += self.stores(block.index)
+        return [*stream, Piece(None, self.seal)]
 
     # Compute
 

@@ -6,11 +6,12 @@ from enum import IntEnum
 
 
 class Tier(IntEnum):
-    """Where a buffer lies. SLOTS and DISK are both on disk: state.bin and work.bin."""
+    """Where a buffer lies. All but RAM are on disk: work.bin, state.bin, a snapshot's state.bin."""
 
     RAM = 0
     DISK = 1
     SLOTS = 2
+    SNAPSHOT = 3
 
 
 class TaskKind(IntEnum):
@@ -45,6 +46,8 @@ class TaskKind(IntEnum):
     EXPERTS_BACKWARD = 26
     READ_ROUTED = 27
     WRITE_ROUTED = 28
+    WRITE_SNAPSHOT = 29
+    SNAPSHOT = 30  # make a snapshot whole, under its name
 
 
 COMPUTE = frozenset(
@@ -93,3 +96,4 @@ class BufferKind(IntEnum):
     MIXED = 16  # the residual stream while experts add to it
     DISPATCHED = 17  # gradients that experts hand on to their router
     BALANCE = 18  # how much work each expert got in a step
+    COPY = 19  # a chunk of a block's planes in a snapshot's state.bin

@@ -136,6 +136,8 @@ class PlannedModel:
                 table.add(BufferKind.GRADIENT, Tier.RAM, index, plane)
             for part, (_, size) in enumerate(self.chunks(index)):
                 table.add(BufferKind.SLOT, Tier.SLOTS, index, size * len(self.planes), part)
+                if plan.checkpoint.snapshot_steps:
+                    table.add(BufferKind.COPY, Tier.SNAPSHOT, index, size * len(self.planes), part)
         if plan.numerics.clip is not None and plan.update == "on-fetch":
             table.add(BufferKind.SCALE, Tier.RAM, -1, PAGE)
         return table

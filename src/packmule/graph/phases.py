@@ -67,9 +67,13 @@ def build_fill(model: PlannedModel, costs: Costs) -> StepGraph:
     return emitter.build()
 
 
-def build_commit(model: PlannedModel, costs: Costs) -> StepGraph:
-    """Make the state durable as it is (nothing pending)."""
-    emitter = Emitter(model, costs, 1.0)
+def build_commit(model: PlannedModel, costs: Costs, snapshot: bool = False) -> StepGraph:
+    """Make the state durable as it is (no update pending).
+
+    Args:
+        snapshot: write what is stored to a snapshot too; with state in RAM.
+    """
+    emitter = Emitter(model, costs, 1.0, snapshot)
     visit = Visit(after=emitter.commit())
     arrange([visit], Io(prefetch=0))
     return emitter.build()

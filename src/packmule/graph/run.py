@@ -9,6 +9,9 @@ from packmule.graph.step import StepGraph
 from packmule.graph.training import build_drain, build_step
 from packmule.spec.plan import Plan
 
+SNAPSHOT = ", snapshot"
+"""Ends the names of graphs that make a snapshot."""
+
 
 def evaluation_batches(plan: Plan, rows: int) -> list[tuple[int, ...]]:
     """Rows of each micro-batch of each evaluation graph, in order.
@@ -38,6 +41,7 @@ def run_graphs(
     Returns:
         "load"; "step" and "step, commit" (for on-fetch: with the pending update); "first" and
         "drain" for on-fetch; "commit"; "evaluate N" for N micro-batches at once; "prompt", "token".
+        Where there are snapshots, also those that commit with `SNAPSHOT` after their name.
         While the batch warms up, steps of fewer micro-batches too: `fewer`.
     """
     plan = model.plan
@@ -49,6 +53,10 @@ def run_graphs(
     }
     if pending:
         found["drain"] = build_drain(model, costs)
+    if plan.checkpoint.snapshot_steps and pending:
+        found[f"drain{SNAPSHOT}"] = build_drain(model, costs, snapshot=True)
+    elif plan.checkpoint.snapshot_steps and plan.commits_late:
+        found[f"commit{SNAPSHOT}"] = build_commit(model, costs, snapshot=True)
     numerics = plan.numerics
     stages = numerics.growth.stages(numerics.rows) if numerics.growth else []
     for count in sorted({len(numerics.cut(rows)) for _, rows in stages} - {len(numerics.micro_rows)}):
@@ -70,6 +78,10 @@ def _steps(model: PlannedModel, costs: Costs, mean_length: float) -> dict[str, S
         "step": build_step(model, costs, mean_length, pending=pending),
         "step, commit": build_step(model, costs, mean_length, pending=pending, commit=True),
     }
+    if model.plan.checkpoint.snapshot_steps:
+        found[f"step, commit{SNAPSHOT}"] = build_step(
+            model, costs, mean_length, pending=pending, commit=True, snapshot=True
+        )
     if pending:
         found["first"] = build_step(model, costs, mean_length)
     return found

@@ -16,10 +16,20 @@ def is_io(kind: TaskKind) -> bool:
     return kind in _READS or kind in _WRITES
 
 
+def uses_disk(kind: TaskKind) -> bool:
+    """Whether a kind of task occupies the disk."""
+    return is_io(kind) or kind in (TaskKind.COMMIT, TaskKind.SNAPSHOT)
+
+
 def spilled(graph: StepGraph) -> int:
     """Bytes of block inputs that one execution writes."""
     kinds = (TaskKind.WRITE_INPUT, TaskKind.WRITE_ROUTED)
     return int(graph.moved[np.isin(graph.kind, kinds)].sum())
+
+
+def copied(graph: StepGraph) -> int:
+    """Bytes that one execution writes to a snapshot."""
+    return int(graph.moved[graph.kind == TaskKind.WRITE_SNAPSHOT].sum())
 
 
 def traffic(graph: StepGraph) -> tuple[int, int]:

@@ -73,8 +73,10 @@ def _emit(stream: Stream, io: Io) -> None:
 class _Step:
     """Builds the visits of one step; keeps the activations' and gradients' buffers."""
 
-    def __init__(self, model: PlannedModel, costs: Costs, mean_length: float, pending: bool) -> None:
-        self.emitter = Emitter(model, costs, mean_length)
+    def __init__(
+        self, model: PlannedModel, costs: Costs, mean_length: float, pending: bool, snapshot: bool
+    ) -> None:
+        self.emitter = Emitter(model, costs, mean_length, snapshot)
         self.experts = ExpertTasks(self.emitter)
         self.model = model
         self.plan = model.plan
@@ -338,6 +340,7 @@ class _Step:
         """All visits in order, with the aftermath of the last contribution to each gradient."""
         count, layers = len(self.tokens), range(1, self.head)
         every = list(range(count))
+        resident = self.plan.placement.state == "ram"
         if self.plan.numerics.clip is not None and self.plan.update != "on-fetch":
             self.clip_scale = self.emitter.ram(BufferKind.SCALE, PAGE)
         groups = [every] if self.plan.order == "breadth" else [[micro] for micro in every]
@@ -348,7 +351,7 @@ class _Step:
             if self.model.two_passes:
                 continue
             head = self.loss(micros, False)
-            if self.pending and commit and number == 0:
+            if self.pending and commit and not resident and number == 0:
                 head.fetch = [*head.fetch, *self.emitter.commit()]
             if last:
                 head.after += self.complete(self.head)
@@ -359,11 +362,14 @@ class _Step:
                     visit.after += self.complete(block)
                 visits.append(visit)
         if self.model.two_passes:
-            return [*visits, *self.two_passes(every)]
-        # The embedding's contributions come last, so that a tied gradient adds up in one order.
-        embed = self.backward(0, every, False)
-        embed.after += self.complete(0)
-        visits.append(embed)
+            visits += self.two_passes(every)
+        else:
+            # The embedding's contributions come last, so that a tied gradient adds up in one order.
+            embed = self.backward(0, every, False)
+            embed.after += self.complete(0)
+            visits.append(embed)
+        if commit and resident:
+            self.spread(visits)
         return visits
 
     def two_passes(self, micros: list[int]) -> list[Visit]:
@@ -383,9 +389,48 @@ class _Step:
                 visits[-1].compute.append(self.clip)
         return visits
 
+    def spread(self, visits: list[Visit]) -> None:
+        """Commit the step before: its state, which is resident, is stored evenly over this one's visits,
+        in the order in which blocks are updated. A block's update waits for its own store only."""
+        on_fetch = self.plan.update == "on-fetch"
+        blocks = [block.index for block in self.model.blocks]
+        if self.plan.update == "on-backward":
+            blocks.reverse()
+        waiting = [
+            (self._visit_of_update(block, len(visits)), piece)
+            for block in blocks
+            for piece in self.emitter.stores(block)
+        ]
+        total, done = len(waiting), 0
+        for number, visit in enumerate(visits):
+            until, stores = total * (number + 1) // len(visits), []
+            while done < total:
+                updated, piece = waiting[done]
+                early = on_fetch and updated > number  # its update is what is to be stored
+                last = not on_fetch and updated <= number  # its next update follows
+                if early or (done >= until and not last):
+                    break
+                stores.append(piece)
+                done += 1
+            if number == len(visits) - 1:
+                stores.append(Piece(None, self.emitter.seal))
+            visit.after = [*stores, *visit.after]
+
+    def _visit_of_update(self, block: int, visits: int) -> int:
+        """The visit with a block's update; `visits`: it comes after them all."""
+        if self.plan.update == "on-fetch":
+            return block
+        return visits - 1 - block if self.plan.update == "on-backward" else visits
+
 
 def build_step(
-    model: PlannedModel, costs: Costs, mean_length: float, *, pending: bool = False, commit: bool = False
+    model: PlannedModel,
+    costs: Costs,
+    mean_length: float,
+    *,
+    pending: bool = False,
+    commit: bool = False,
+    snapshot: bool = False,
 ) -> StepGraph:
     """The graph of one optimizer step.
 
@@ -394,10 +439,11 @@ def build_step(
         costs: rates for the predicted seconds.
         mean_length: tokens per document, weighted by tokens; for attention's FLOPs.
         pending: on-fetch only: gradients of the step before wait to be applied.
-        commit: make the state durable when its last update is done (the step before's, for
-            on-fetch).
+        commit: make the state durable when its last update is done (the step before's, where
+            `Plan.commits_late`).
+        snapshot: write the state that is committed to a snapshot, too.
     """
-    step = _Step(model, costs, mean_length, pending)
+    step = _Step(model, costs, mean_length, pending, snapshot)
     plan = model.plan
     visits = step.visits(commit)
     arrange(visits, plan.io)
@@ -406,15 +452,15 @@ def build_step(
     if plan.update == "after-backward":
         for block in model.blocks:
             disk = plan.placement.gradients == "disk"
-            _emit(step.update(block.index, None if disk else step.gradient(block.index)), model.plan.io)
-    if commit and plan.update != "on-fetch":
-        _emit(step.emitter.commit(), model.plan.io)
+            _emit(step.update(block.index, None if disk else step.gradient(block.index)), plan.io)
+    if commit and not plan.commits_late:
+        _emit(step.emitter.commit(), plan.io)
     return step.emitter.build()
 
 
-def build_drain(model: PlannedModel, costs: Costs) -> StepGraph:
+def build_drain(model: PlannedModel, costs: Costs, snapshot: bool = False) -> StepGraph:
     """on-fetch: apply the pending updates without a forward, then commit."""
-    step = _Step(model, costs, 1.0, pending=True)
+    step = _Step(model, costs, 1.0, pending=True, snapshot=snapshot)
     disk = model.plan.placement.gradients == "disk"
     for block in model.blocks:
         _emit(step.update(block.index, None if disk else step.gradient(block.index)), model.plan.io)

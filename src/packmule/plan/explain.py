@@ -136,8 +136,8 @@ def _update(plan: Plan) -> str:
 
 def _commits(plan: Plan) -> str:
     every = plan.checkpoint.commit_steps
-    # on-fetch: the step whose update is pending goes with the one under way.
-    steps = every - 1 + (2 if plan.update == "on-fetch" else 1)
+    # Until the next step has stored or applied what is left of a step, it goes with the one under way.
+    steps = every - 1 + (2 if plan.commits_late else 1)
     lost = "the step under way" if steps == 1 else f"{steps} steps, the one under way included"
     snapshots = plan.checkpoint.snapshot_steps
     kept = ""
@@ -203,8 +203,16 @@ def times(situation: Situation, plan: Plan, steps: int | None = None) -> list[tu
     ]
     if any(traffic) and predicted.disk_seconds >= 1e-6:
         rows[2] = (rows[2][0], f"{rows[2][1]}; the disk is busy for {format_seconds(predicted.disk_seconds)}")
+    every = plan.checkpoint.snapshot_steps
+    if every and predicted.snapshot_bytes:
+        text = f"{format_bytes(predicted.snapshot_bytes)} written in the background"
+        text += f" every {_count(every, 'step')}"
+        added = predicted.snapshot_seconds
+        text += f"; adds {format_seconds(added)} to that step" if added >= 1e-6 else "; adds no time"
+        rows.append(("full copy", text))
     if steps:
-        seconds = format_seconds(steps * predicted.step_seconds)
+        copies = steps // every * predicted.snapshot_seconds if every else 0.0
+        seconds = format_seconds(steps * predicted.step_seconds + copies)
         rows.insert(1, ("run", f"{_count(steps, 'step')} in {seconds}, evaluation and export come on top"))
         rows += _wear(situation, plan, steps)
     return rows

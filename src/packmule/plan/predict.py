@@ -6,10 +6,10 @@ import numpy as np
 
 from packmule.graph.kinds import COMPUTE, BufferKind, TaskKind, Tier
 from packmule.graph.model import PlannedModel
-from packmule.graph.run import run_graphs
+from packmule.graph.run import SNAPSHOT, run_graphs
 from packmule.graph.simulate import simulate, times
 from packmule.graph.step import StepGraph
-from packmule.graph.traffic import is_io, spilled, traffic
+from packmule.graph.traffic import copied, spilled, traffic, uses_disk
 from packmule.graph.training import build_step
 from packmule.plan.outside import STAGING_BYTES as STAGING_BYTES
 from packmule.plan.outside import batch_bytes as batch_bytes
@@ -123,8 +123,7 @@ def predict(situation: Situation, plan: Plan) -> Predicted:
     export = {"baseline": base, "unused arena": arena}
     export |= {"compiled kernels and objects": held, "workspace": outside - held}
     phases.append(_phase("export", export, slots + disk + 4 * situation.shape.numel))
-    step, timeline = every["step"], timelines["step"]
-    return _times(plan, step, timeline, timelines, base + arena + outside, tuple(phases))
+    return _times(plan, every, timelines, base + arena + outside, tuple(phases))
 
 
 def _phase(name: str, parts: dict[str, int], disk: int) -> PhaseMemory:
@@ -133,15 +132,15 @@ def _phase(name: str, parts: dict[str, int], disk: int) -> PhaseMemory:
 
 def _times(
     plan: Plan,
-    graph: StepGraph,
-    timeline: Timeline,
+    graphs: dict[str, StepGraph],
     timelines: dict[str, Timeline],
     peak: int,
     phases: tuple[PhaseMemory, ...],
 ) -> Predicted:
+    graph, timeline = graphs["step"], timelines["step"]
     kinds = [TaskKind(kind) for kind in graph.kind.tolist()]
     seconds = graph.seconds
-    on_disk = np.array([is_io(kind) or kind == TaskKind.COMMIT for kind in kinds])
+    on_disk = np.array([uses_disk(kind) for kind in kinds])
     compute = np.array([kind in COMPUTE for kind in kinds])
     cores = float(seconds[~on_disk].sum())
     every = plan.checkpoint.commit_steps
@@ -150,6 +149,11 @@ def _times(
     if plan.placement.state == "ram":
         written += int(graph_state_bytes(graph)) // every
     disk = float(seconds[on_disk].sum())
+    kept = f"step, commit{SNAPSHOT}"
+    snapshot_seconds, snapshot_bytes = 0.0, 0
+    if kept in timelines:
+        snapshot_seconds = max(0.0, timelines[kept].seconds - timelines["step, commit"].seconds)
+        snapshot_bytes = copied(graphs[kept])
     return Predicted(
         step_seconds=timeline.seconds + max(0.0, extra),
         compute_seconds=float(seconds[compute].sum()),
@@ -162,6 +166,8 @@ def _times(
         disk_bytes_written_per_step=written,
         disk_bytes_read_per_step=read,
         disk_bytes_spilled_per_step=spilled(graph),
+        snapshot_seconds=snapshot_seconds,
+        snapshot_bytes=snapshot_bytes,
     )
 
 

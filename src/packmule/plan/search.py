@@ -49,7 +49,8 @@ UNBOUNDED = 1 << 50
 """A budget that is none."""
 
 COMMIT_SHARE = 0.03
-"""Share of a run's time that commits may take when the planner chooses how often."""
+"""Writing resident state takes this share of a run's time where the planner chooses how often: it is in the
+background, but the disk's life is not for nothing."""
 
 
 Changes = dict[str, Callable[[Situation], Situation]]
@@ -145,7 +146,7 @@ def _closely(
         seconds, ram = step_only(situation, plan)
         if ram > situation.budget_bytes:
             return False
-        fitting.append((seconds + _commit_seconds(situation, plan, sizes), number, plan))
+        fitting.append((_with_commits(situation, plan, sizes, seconds), number, plan))
         return True
 
     def best() -> tuple[float, int, Plan]:
@@ -207,12 +208,12 @@ def _commit_steps(situation: Situation, plan: Plan, sizes: Sizes) -> int:
     return min(max(1, round(cost / (COMMIT_SHARE * max(bound)))), max(1, situation.total_steps))
 
 
-def _commit_seconds(situation: Situation, plan: Plan, sizes: Sizes) -> float:
-    """A step's share of writing resident state."""
+def _with_commits(situation: Situation, plan: Plan, sizes: Sizes, seconds: float) -> float:
+    """Mean seconds of a step: where resident state is written, it lasts at least as long as that takes."""
     if plan.placement.state == "disk":
-        return 0.0
+        return seconds
     cost = situation.costs.write(sum(sizes.state))
-    return cost / _commit_steps(situation, plan, sizes)
+    return seconds + max(0.0, cost - seconds) / _commit_steps(situation, plan, sizes)
 
 
 def _by_bound(situation: Situation) -> list[tuple[int, int, Plan]]:

@@ -143,6 +143,8 @@ class Predicted(Record):
     disk_bytes_spilled_per_step: int = Field(
         default=0, description="of those written: block inputs, which grow with the rows of a step"
     )
+    snapshot_seconds: float = Field(default=0.0, description="that a snapshot adds to one step")
+    snapshot_bytes: int = Field(default=0, description="that a snapshot adds to what one step writes")
 
 
 class Plan(Record):
@@ -158,3 +160,8 @@ class Plan(Record):
     io: Io
     checkpoint: CheckpointPlan
     predicted: Predicted | None = None
+
+    @property
+    def commits_late(self) -> bool:
+        """A step is committed in the graph of the next one: its updates or its stores come there."""
+        return self.update == "on-fetch" or self.placement.state == "ram"

@@ -54,13 +54,13 @@ class Reading:
 
 
 class Looks:
-    """What is done at a step that is settled, all of it in the last commit.
+    """What is done at a step with no update pending; copies are kept of its commit.
 
     Args:
         request: what the parent asks for.
         job: of the run.
         reading: what samples and metrics are read with.
-        engine: with nothing pending.
+        engine: with no update pending.
         log: where results go; what it has is not done again.
         sender: where events go.
         signals: asked between tasks.
@@ -145,13 +145,16 @@ class Looks:
         rotate(store.disk, store.folder, kept, store.checksum)
         self._sender.send("snapshot", step=step, path=str(path))
 
-    def keep_best(self, step: int) -> None:
-        """Keep a full copy of the last commit, which is this step's, if no step so far was better."""
+    def is_best(self, step: int) -> bool:
+        """Whether a full copy of this step is to be kept: no step so far was better, and it is not there."""
         store, entries = self.store, self._log.entries
         if not self._job.checkpoint.save_best or standing(entries, self._job.train).best_step != step:
-            return
-        if best_step(store.disk, store.folder, store.checksum) == step:
-            return
+            return False
+        return best_step(store.disk, store.folder, store.checksum) != step
+
+    def keep_best(self, step: int) -> None:
+        """Keep a full copy of the last commit, which is this step's, as the best."""
+        store = self.store
         self._sender.send("phase", name="snapshot")
         path = keep_best(store, aligned_buffer(store.layout.chunk_bytes), self._reporter("snapshot"))
         self._sender.send("snapshot", step=step, path=str(path))

@@ -13,7 +13,7 @@ from packmule.checkpoint.reader import StateReader
 from packmule.checkpoint.snapshots import restore, snapshots
 from packmule.engine.engine import Engine, Needs
 from packmule.engine.executor import Stopped
-from packmule.errors import DamagedFile, DiskError, OutOfMemory, TimeIsUp
+from packmule.errors import DamagedFile, DiskError, OutOfMemory, PackmuleError, TimeIsUp
 from packmule.graph.model import PlannedModel
 from packmule.optim.rule import Update
 from packmule.optim.schedules import rates
@@ -209,11 +209,12 @@ class Loop:
         self._open_log()
         total = self.request.total_steps
         self.sender.send("start", step=self.step, total=total, **memory_now())
-        self._look_and_save(total)  # what a stop after the last commit left out
+        self._look_if_due(total)  # what a stop after the last commit left out
+        self._snapshot_if_due()
         while self.step < total and not self._stops_early():
             self._check_time()
             self._train_step(total)
-            self._look_and_save(total)
+            self._look_if_due(total)
         self._settle()
         self._look()
         self._export()
@@ -261,27 +262,41 @@ class Loop:
         if limit is None or not self._longest:
             return
         if time.monotonic() - self._began + self._longest > limit:
-            self.engine.settle(self._progress(self.step))
+            self._commit(self.step)
             raise TimeIsUp(
                 f"Stopped after step {self.step} of {self.request.total_steps}: "
                 f"`train.max_minutes` = {self.job.train.max_minutes:g} leaves no time for another.",
                 "the last commit is kept; the same command carries on from it",
             )
 
-    def _look_and_save(self, total: int) -> None:
-        """Whatever is due at this step besides training, unless it is there already."""
+    def _look_if_due(self, total: int) -> None:
         step, every = self.step, self.job.train.eval_steps
         if step < total and (step == 0 or (every and step % every == 0)):
             self._look()
-        save = self.plan.checkpoint.snapshot_steps
-        if save and step and step % save == 0:
-            self._snapshot()
+
+    def _keeps(self, step: int) -> bool:
+        """Whether a full copy of a step is due."""
+        every = self.plan.checkpoint.snapshot_steps
+        return bool(every and step and step % every == 0)
+
+    def _snapshot_if_due(self) -> None:
+        """Copy the commit that a run goes on from, where its snapshot was cut off."""
+        if self._keeps(self.step) and not self.looks.has_snapshot(self.step):
+            self.looks.snapshot(self.step, self.plan.checkpoint.snapshots_kept)
+
+    def _tell_snapshots(self) -> None:
+        for step, path in self.engine.snapshots_made():
+            self.sender.send("snapshot", step=step, path=str(path))
 
     def _settle(self) -> None:
         """Commit all steps. A signal cuts this short only where that loses no more than a step."""
-        stopping = self.signals if self._commits_every_step else None
-        self.engine.settle(self._progress(self.step), stopping)
+        self._commit(self.step, self.signals if self._commits_every_step else None)
         self.signals.check()
+
+    def _commit(self, step: int, stopping: Callable[[], bool] | None = None) -> None:
+        """Apply what is pending and make all steps up to this, the last, durable."""
+        self.engine.settle(self._progress(step), stopping)
+        self._tell_snapshots()
 
     def _train_step(self, total: int) -> None:
         numerics, step, began = self.plan.numerics, self.step, time.monotonic()
@@ -293,7 +308,8 @@ class Loop:
         fetched = time.monotonic() - fetching
         rate = rates(numerics, step).learning_rate
         self.tokens += targets
-        commit = (step + 1) % self.plan.checkpoint.commit_steps == 0 or step + 1 == total
+        keeps = self._keeps(step + 1)
+        commit = keeps or (step + 1) % self.plan.checkpoint.commit_steps == 0 or step + 1 == total
         self.journal.begin(step + 1, rate, self.tokens, ids, began, fetched)
         try:
             with self._running_out():
@@ -303,6 +319,7 @@ class Loop:
                     Update(step + 1, rate),
                     self._progress(step + 1),
                     commit,
+                    snapshot=keeps,
                     stopping=self._stop_now,
                 )
         except (Stopped, OutOfMemory):
@@ -310,7 +327,7 @@ class Loop:
             self.tokens -= targets
             # Nothing of this step has touched the state: what came before it can be kept.
             if self.engine.clean:
-                self.engine.settle(self._progress(step))
+                self._commit(step)
             raise
         self.step = step + 1
         seconds = time.monotonic() - began
@@ -328,8 +345,9 @@ class Loop:
             tokens=sum(batch.tokens for batch in batches),
             **memory_now(),
         )
+        self._tell_snapshots()
         if self.signals():
-            self.engine.settle(self._progress(self.step))
+            self._commit(self.step)
             raise self.signals.error()
 
     def _stop_now(self) -> bool:
@@ -355,17 +373,20 @@ class Loop:
             raise out_of_memory(error) from None
 
     def _look(self) -> None:
-        """Evaluate and sample, with nothing pending, unless the log has it; keep the best step."""
-        self._settle()
-        with self._running_out():
-            self.looks.evaluate(self.step)
-        self.looks.sample(self.step)
-        self.looks.keep_best(self.step)
-
-    def _snapshot(self) -> None:
-        if not self.looks.has_snapshot(self.step):
+        """Evaluate and sample, unless the log has it; keep the best step."""
+        # Resident state that is to be committed can wait for the next step, where that costs no time.
+        if self.plan.placement.state == "disk" or self.engine.update_pending:
             self._settle()
-            self.looks.snapshot(self.step, self.plan.checkpoint.snapshots_kept)
+        try:
+            with self._running_out():
+                self.looks.evaluate(self.step)
+            self.looks.sample(self.step)
+        except (Stopped, PackmuleError):
+            self._commit(self.step)
+            raise
+        if self.looks.is_best(self.step):
+            self._settle()
+            self.looks.keep_best(self.step)
 
     def _export(self) -> None:
         self.sender.send("phase", name="export")

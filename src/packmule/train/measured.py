@@ -8,7 +8,7 @@ import numpy as np
 
 from packmule.engine.engine import StepResult
 from packmule.graph.kinds import COMPUTE, TaskKind
-from packmule.graph.traffic import is_io, traffic
+from packmule.graph.traffic import copied, traffic, uses_disk
 
 WARM_UP = 1
 """Steps that are left out when there are enough: the first faults memory in."""
@@ -19,6 +19,7 @@ class Measured:
 
     def __init__(self) -> None:
         self._steps: list[dict[str, float]] = []
+        self._copying: list[dict[str, float]] = []
 
     def add(self, result: StepResult, seconds: float) -> None:
         """One step.
@@ -30,11 +31,12 @@ class Measured:
         spent = timeline.end - timeline.start
         kinds = [TaskKind(kind) for kind in graph.kind.tolist()]
         compute = np.array([kind in COMPUTE for kind in kinds])
-        disk = np.array([is_io(kind) or kind == TaskKind.COMMIT for kind in kinds])
+        disk = np.array([uses_disk(kind) for kind in kinds])
         update = np.array([kind == TaskKind.UPDATE for kind in kinds])
         read, written = traffic(graph)
         cores = float(spent[~disk].sum())
-        self._steps.append(
+        # A step with a snapshot is longer: the prediction, too, has these apart.
+        (self._copying if copied(graph) else self._steps).append(
             {
                 "step_seconds": seconds,
                 "compute_seconds": float(spent[compute].sum()),
@@ -48,7 +50,8 @@ class Measured:
 
     def summary(self) -> dict[str, float]:
         """Medians of times, means of bytes; empty before the first step."""
-        steps = self._steps[WARM_UP:] if len(self._steps) > 2 * WARM_UP else self._steps
+        steps = self._steps or self._copying
+        steps = steps[WARM_UP:] if len(steps) > 2 * WARM_UP else steps
         if not steps:
             return {}
         found = {}
