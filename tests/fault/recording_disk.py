@@ -13,12 +13,13 @@ from __future__ import annotations
 import random
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from packmule.errors import DamagedFile, DiskError
-from packmule.tiers.disk import Handle
+from packmule.kernels.transfers import Span
+from packmule.tiers.disk import Checksum, Handle, read_in_turn, write_in_turn
 
 SECTOR = 4096
 ATOM = 512
@@ -174,6 +175,12 @@ class RecordingDisk:
     def write(self, handle: Handle, buffer: memoryview, offset: int) -> None:
         self._open[handle.number].write(bytes(buffer), offset)
         self._end("write", handle.path)
+
+    def read_summed(self, handle: Handle, spans: Sequence[Span], checksum: Checksum) -> list[int]:
+        return read_in_turn(self, handle, spans, checksum)
+
+    def write_summed(self, handle: Handle, spans: Sequence[Span], checksum: Checksum) -> list[int]:
+        return write_in_turn(self, handle, spans, checksum)
 
     def sync(self, handle: Handle) -> None:
         self._sync("sync", handle.path, self._open[handle.number])

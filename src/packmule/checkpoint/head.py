@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -18,14 +17,11 @@ from packmule.checkpoint.layout import LayoutRecord, StateLayout
 from packmule.errors import ConfigError, DamagedFile
 from packmule.spec.plan import Numerics
 from packmule.spec.records import Record
-from packmule.tiers.disk import Disk
+from packmule.tiers.disk import Checksum, Disk
 
 FORMAT = 1
 HEAD_NAME = "HEAD.json"
 STATE_NAME = "state.bin"
-
-Checksum = Callable[[memoryview], int]
-"""CRC32C (Castagnoli) of a buffer, as an unsigned 32-bit integer."""
 
 _UNSUMMED = "00000000"
 _TAIL = re.compile(rb'"checksum": "([0-9a-f]{8})"\n\}\n\Z')

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import NamedTuple, Self
@@ -10,14 +10,14 @@ from typing import NamedTuple, Self
 from packmule.checkpoint.head import (
     HEAD_NAME,
     STATE_NAME,
-    Checksum,
     Head,
     read_head,
     state_layout,
 )
 from packmule.checkpoint.layout import StateLayout
 from packmule.errors import ConfigError, DamagedFile
-from packmule.tiers.disk import Disk, Handle
+from packmule.kernels.transfers import Span
+from packmule.tiers.disk import Checksum, Disk, Handle
 
 Report = Callable[[int, int], None]
 """Called with (bytes done, bytes in all) as a long operation goes on."""
@@ -72,6 +72,34 @@ def open_state(disk: Disk, folder: Path, layout: StateLayout, write: bool) -> Ha
     return disk.open(path, write)
 
 
+def read_places(
+    disk: Disk,
+    handle: Handle,
+    folder: Path,
+    layout: StateLayout,
+    places: Sequence[Place],
+    buffers: Sequence[memoryview],
+    checksum: Checksum,
+    verify: bool,
+) -> None:
+    """Fill the start of each buffer with the chunk at a place.
+
+    Raises:
+        DamagedFile: names the first that does not match (only if `verify`).
+    """
+    spans = []
+    for place, buffer in zip(places, buffers, strict=True):
+        view = buffer.cast("B")[: layout.chunks(place.block)[place.chunk].bytes]
+        spans.append(Span(view, layout.chunk_offset(place.block, place.slot, place.chunk)))
+    if not verify:
+        for span in spans:
+            disk.read_into(handle, span.buffer, span.offset)
+        return
+    for place, found in zip(places, disk.read_summed(handle, spans, checksum), strict=True):
+        if found != place.checksum:
+            raise chunk_damage(folder / STATE_NAME, layout, place, found)
+
+
 class StateReader:
     """The state HEAD names, read-only. Use as a context manager, or `close` it.
 
@@ -114,14 +142,16 @@ class StateReader:
         Raises:
             DamagedFile: names block, plane and chunk.
         """
-        slot = self.head.blocks[block].slot
-        view = buffer.cast("B")[: self.layout.chunks(block)[index].bytes]
-        self._disk.read_into(self._handle, view, self.layout.chunk_offset(block, slot, index))
-        if verify:
-            place = Place(block, slot, index, self._checksums[block][index])
-            found = self._checksum(view)
-            if found != place.checksum:
-                raise chunk_damage(self.folder / STATE_NAME, self.layout, place, found)
+        self.read_many(block, [(index, buffer)], verify)
+
+    def read_many(self, block: int, chunks: Sequence[tuple[int, memoryview]], verify: bool = True) -> None:
+        """As `read`, of several chunks: (index, buffer) each."""
+        slot, sums = self.head.blocks[block].slot, self._checksums[block]
+        places = [Place(block, slot, index, sums[index]) for index, _ in chunks]
+        buffers = [buffer for _, buffer in chunks]
+        read_places(
+            self._disk, self._handle, self.folder, self.layout, places, buffers, self._checksum, verify
+        )
 
     def read_plane(self, block: int, plane: str, buffer: memoryview) -> None:
         """Fill the start of `buffer` with a whole plane, verified; tensors lie in it at the

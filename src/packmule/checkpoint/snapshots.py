@@ -17,7 +17,6 @@ from packmule.checkpoint.head import (
     HEAD_NAME,
     STATE_NAME,
     BlockHead,
-    Checksum,
     Head,
     Progress,
     encode,
@@ -28,7 +27,7 @@ from packmule.checkpoint.layout import StateLayout
 from packmule.checkpoint.reader import Report, StateReader
 from packmule.checkpoint.store import StateStore
 from packmule.errors import ConfigError, DamagedFile, DiskError
-from packmule.tiers.disk import Disk, Handle, remove_folder
+from packmule.tiers.disk import Checksum, Disk, Handle, remove_folder
 
 _NAME = re.compile(r"checkpoint-(\d+)")
 

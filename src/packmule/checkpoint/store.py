@@ -8,13 +8,13 @@ Decides nothing about when to update or commit.
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
 from pathlib import Path
 
 from packmule.checkpoint.head import (
     HEAD_NAME,
     STATE_NAME,
     BlockHead,
-    Checksum,
     Head,
     Progress,
     encode,
@@ -28,11 +28,12 @@ from packmule.checkpoint.reader import (
     Report,
     StateReader,
     checksums_of,
-    chunk_damage,
     open_state,
+    read_places,
 )
 from packmule.errors import ConfigError, DiskError
-from packmule.tiers.disk import Disk, Handle, ensure_folder, replace_file
+from packmule.kernels.transfers import Span
+from packmule.tiers.disk import Checksum, Disk, Handle, ensure_folder, replace_file
 
 
 class StateStore:
@@ -147,17 +148,21 @@ class StateStore:
         Raises:
             DiskError: the update stays incomplete and the last commit is good.
         """
+        self.write_many(block, [(index, buffer)])
+
+    def write_many(self, block: int, chunks: Sequence[tuple[int, memoryview]]) -> None:
+        """As `write`, of several chunks: (index, buffer) each."""
         with self._lock:
             update = self._updates[block]
             layout, handle = self.layout, self._open()
-        view = buffer.cast("B")[: layout.chunks(block)[index].bytes]
-        if len(view) != layout.chunks(block)[index].bytes:
-            raise RuntimeError(f"block {block} chunk {index}: the buffer has only {len(view)} bytes")
-        # Summed before the write: what a faulty disk does to it must show.
-        found = self.checksum(view)
-        self.disk.write(handle, view, layout.chunk_offset(block, update.slot, index))
+        spans = [
+            Span(_start(layout, block, index, buffer), layout.chunk_offset(block, update.slot, index))
+            for index, buffer in chunks
+        ]
+        found = self.disk.write_summed(handle, spans, self.checksum)
         with self._lock:
-            update.checksums[index] = found
+            for (index, _), value in zip(chunks, found, strict=True):
+                update.checksums[index] = value
 
     def end(self, block: int) -> None:
         """Finish an update: the slot written becomes the block's current one."""
@@ -183,21 +188,26 @@ class StateStore:
         Raises:
             DamagedFile: names block, plane and chunk (only if `verify`).
         """
+        self.read_many(block, [(index, buffer)], verify)
+
+    def read_many(self, block: int, chunks: Sequence[tuple[int, memoryview]], verify: bool = True) -> None:
+        """As `read`, of several chunks: (index, buffer) each."""
         with self._lock:
             layout, handle = self.layout, self._open()
-            place = Place(block, self._slots[block], index, self._checksums[block][index])
-            update = self._updates.get(block)
-            newer = update.checksums[index] if update else None
-            if update and newer is not None:
-                place = Place(block, update.slot, index, newer)
-            elif not self._written[block]:
-                raise RuntimeError(f"block {block} has never been written")
-        view = buffer.cast("B")[: layout.chunks(block)[index].bytes]
-        self.disk.read_into(handle, view, layout.chunk_offset(block, place.slot, index))
-        if verify:
-            found = self.checksum(view)
-            if found != place.checksum:
-                raise chunk_damage(self.folder / STATE_NAME, layout, place, found)
+            places = [self._place(block, index) for index, _ in chunks]
+        read_places(
+            self.disk, handle, self.folder, layout, places, [b for _, b in chunks], self.checksum, verify
+        )
+
+    def _place(self, block: int, index: int) -> Place:
+        """Where a chunk's newest bytes are. Caller holds the lock."""
+        update = self._updates.get(block)
+        newer = update.checksums[index] if update else None
+        if update and newer is not None:
+            return Place(block, update.slot, index, newer)
+        if not self._written[block]:
+            raise RuntimeError(f"block {block} has never been written")
+        return Place(block, self._slots[block], index, self._checksums[block][index])
 
     def commit(self, progress: Progress) -> Head:
         """Make the current slots the run's durable state.
@@ -312,6 +322,15 @@ class _Update:
     def __init__(self, slot: int, chunks: int) -> None:
         self.slot = slot
         self.checksums: list[int | None] = [None] * chunks
+
+
+def _start(layout: StateLayout, block: int, index: int, buffer: memoryview) -> memoryview:
+    """As many bytes of a buffer as a chunk has."""
+    size = layout.chunks(block)[index].bytes
+    view = buffer.cast("B")[:size]
+    if len(view) != size:
+        raise RuntimeError(f"block {block} chunk {index}: the buffer has only {len(view)} bytes")
+    return view
 
 
 def _difference(found: StateLayout, wanted: StateLayout) -> str:

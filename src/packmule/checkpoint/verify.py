@@ -6,10 +6,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from packmule.checkpoint.head import Checksum
 from packmule.checkpoint.reader import Report, StateReader
 from packmule.errors import DamagedFile
-from packmule.tiers.disk import Disk, aligned_buffer
+from packmule.tiers.disk import Checksum, Disk, aligned_buffer
 
 
 @dataclass(frozen=True)

@@ -478,21 +478,13 @@ def cast(runtime: Runtime, task: Task) -> None:
 
 def read_state(runtime: Runtime, task: Task) -> None:
     """One chunk of every plane, or of the master plane alone, from its slot; always verified."""
-    model, store = runtime.model, runtime.store
-    start, size = model.chunks(task.block)[task.part]
-    pieces = store.layout.pieces(task.block)
-    resident = task.find(BufferKind.STATE)
-    chunk = task.find(BufferKind.STATE_CHUNK)
-    if resident is not None or chunk is not None:
-        place = resident or task.get(BufferKind.STATE_CHUNK)
-        stride, base = (model.plane_bytes[task.block], start) if resident else (size, 0)
-        for plane in range(len(model.planes)):
-            view = runtime.arena.view(place.offset + plane * stride + base, size)
-            store.read(task.block, plane * pieces + task.part, view)
+    if task.find(BufferKind.STATE) or task.find(BufferKind.STATE_CHUNK):
+        runtime.store.read_many(task.block, _stored(runtime, task))
         return
+    start, size = runtime.model.chunks(task.block)[task.part]
     master = task.find(BufferKind.MASTER_CHUNK)
     place, base = (master, 0) if master else (task.get(BufferKind.WEIGHTS), start)
-    store.read(task.block, task.part, runtime.arena.view(place.offset + base, size))
+    runtime.store.read(task.block, task.part, runtime.arena.view(place.offset + base, size))
 
 
 def write_state(runtime: Runtime, task: Task) -> None:
@@ -500,8 +492,7 @@ def write_state(runtime: Runtime, task: Task) -> None:
     store = runtime.writable
     if task.part == 0:
         store.begin(task.block)
-    for index, view in _stored(runtime, task):
-        store.write(task.block, index, view)
+    store.write_many(task.block, _stored(runtime, task))
     if task.part == store.layout.pieces(task.block) - 1:
         store.end(task.block)
 
@@ -512,7 +503,7 @@ def write_snapshot(runtime: Runtime, task: Task) -> None:
         runtime.snapshot.write(task.block, index, view)
 
 
-def _stored(runtime: Runtime, task: Task) -> Iterator[tuple[int, memoryview]]:
+def _stored(runtime: Runtime, task: Task) -> list[tuple[int, memoryview]]:
     """(index in the store's layout, bytes) of the task's chunk of every plane."""
     model = runtime.model
     start, size = model.chunks(task.block)[task.part]
@@ -520,9 +511,9 @@ def _stored(runtime: Runtime, task: Task) -> Iterator[tuple[int, memoryview]]:
     resident = task.find(BufferKind.STATE)
     place = resident or task.get(BufferKind.STATE_CHUNK)
     stride, base = (model.plane_bytes[task.block], start) if resident else (size, 0)
-    for plane in range(len(model.planes)):
-        view = runtime.arena.view(place.offset + plane * stride + base, size)
-        yield plane * pieces + task.part, view
+    offsets = (place.offset + plane * stride + base for plane in range(len(model.planes)))
+    views = [runtime.arena.view(offset, size) for offset in offsets]
+    return [(plane * pieces + task.part, view) for plane, view in enumerate(views)]
 
 
 def commit(runtime: Runtime, task: Task) -> None:

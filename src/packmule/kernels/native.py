@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 ISAS = ("avx512", "avx2", "scalar")
 """Widest first."""
 
-ABI = 4
+ABI = 5
 CODES = {"float32": 0, "bfloat16": 1, "float64": 2}
 
 _P, _I, _L, _D = ctypes.c_void_p, ctypes.c_int, ctypes.c_int64, ctypes.c_double
@@ -66,7 +66,12 @@ def library_path() -> Path | None:
     return next((path for path in paths if path.is_file()), None)
 
 
-def _open() -> ctypes.CDLL:
+def open_library() -> ctypes.CDLL:
+    """The library, its functions declared.
+
+    Raises:
+        ValueError: it is not built, or was built from other sources.
+    """
     path = library_path()
     if path is None:
         raise ValueError("the native kernels are not built; see CMakeLists.txt, or ask for isa='torch'")
@@ -78,6 +83,10 @@ def _open() -> ctypes.CDLL:
     library.pm_runs.argtypes = [ctypes.c_char_p]
     library.pm_crc32c.argtypes = [_P, ctypes.c_size_t, ctypes.c_uint32, _I]
     library.pm_crc32c.restype = ctypes.c_uint32
+    library.pm_transfers_create.argtypes, library.pm_transfers_create.restype = [_I], _P
+    library.pm_transfers_destroy.argtypes, library.pm_transfers_destroy.restype = [_P], None
+    library.pm_transfers_ring.argtypes = [_P]
+    library.pm_transfer.argtypes = [_P, _I, _I, _I, _I, _P, _P, _P, _P, _P, _P]
     return library
 
 
@@ -85,7 +94,7 @@ def available() -> tuple[str, ...]:
     """The builds this CPU runs, widest first; empty where the library is not built."""
     if library_path() is None:
         return ()
-    library = _open()
+    library = open_library()
     return tuple(isa for isa in ISAS if library.pm_runs(isa.encode()))
 
 
@@ -121,7 +130,7 @@ class NativeKernels:
     family: Family = "native"
 
     def __init__(self, threads: int, isa: str | None = None, team: int | None = None) -> None:
-        library = _open()
+        library = open_library()
         runs = [name for name in ISAS if library.pm_runs(name.encode())]
         if isa is not None and isa not in runs:
             raise ValueError(f"isa is {isa!r}; this machine runs {', '.join((*runs, 'torch'))}")

@@ -9,13 +9,14 @@ from __future__ import annotations
 import itertools
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 from packmule.errors import DiskError
-from packmule.tiers.disk import Disk, Handle
+from packmule.kernels.transfers import Span
+from packmule.tiers.disk import Checksum, Disk, Handle
 
 DEADLINE_SECONDS = 120.0
 LEAST_RATE = 1_000_000
@@ -95,6 +96,16 @@ class DeadlineDisk:
         size = buffer.nbytes
         with self._waiting(handle.path, f"writing {size:,} bytes at {offset:,}", size):
             self._disk.write(handle, buffer, offset)
+
+    def read_summed(self, handle: Handle, spans: Sequence[Span], checksum: Checksum) -> list[int]:
+        size = sum(span.buffer.nbytes for span in spans)
+        with self._waiting(handle.path, f"reading {size:,} bytes at {spans[0].offset:,}", size):
+            return self._disk.read_summed(handle, spans, checksum)
+
+    def write_summed(self, handle: Handle, spans: Sequence[Span], checksum: Checksum) -> list[int]:
+        size = sum(span.buffer.nbytes for span in spans)
+        with self._waiting(handle.path, f"writing {size:,} bytes at {spans[0].offset:,}", size):
+            return self._disk.write_summed(handle, spans, checksum)
 
     def sync(self, handle: Handle) -> None:
         with self._waiting(handle.path, "syncing it", factor=WHOLE_FILE):

@@ -13,6 +13,8 @@ from __future__ import annotations
 
 import errno
 import os
+import threading
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -20,7 +22,12 @@ from typing import Protocol
 import numpy as np
 
 from packmule.errors import DamagedFile, DiskError
+from packmule.kernels.native import NativeKernels
+from packmule.kernels.transfers import Span, TransferFailed, Transfers
 from packmule.shapes.layout import PAGE
+
+Checksum = Callable[[memoryview], int]
+"""CRC32C of some bytes."""
 
 _UNSYNCABLE_FOLDER = (errno.EINVAL, errno.ENOTSUP, errno.EACCES)
 
@@ -67,6 +74,12 @@ class Disk(Protocol):
     def write(self, handle: Handle, buffer: memoryview, offset: int) -> None:
         """Write all of `buffer` at byte `offset`."""
 
+    def read_summed(self, handle: Handle, spans: Sequence[Span], checksum: Checksum) -> list[int]:
+        """Fill every span; what each sums to. Errors as of `read_into`."""
+
+    def write_summed(self, handle: Handle, spans: Sequence[Span], checksum: Checksum) -> list[int]:
+        """Write every span; what each summed to before it was written."""
+
     def sync(self, handle: Handle) -> None:
         """Make the file's contents and size durable (fdatasync)."""
 
@@ -111,6 +124,25 @@ class Disk(Protocol):
         """Bytes this user can still write to the file system that holds `path`."""
 
 
+def read_in_turn(disk: Disk, handle: Handle, spans: Sequence[Span], checksum: Checksum) -> list[int]:
+    """`read_summed` from the plain transfers of a disk: one after the other."""
+    sums = []
+    for span in spans:
+        disk.read_into(handle, span.buffer, span.offset)
+        sums.append(checksum(span.buffer))
+    return sums
+
+
+def write_in_turn(disk: Disk, handle: Handle, spans: Sequence[Span], checksum: Checksum) -> list[int]:
+    """`write_summed` likewise."""
+    sums = []
+    for span in spans:
+        # Summed before the write: what a faulty disk does to it must show.
+        sums.append(checksum(span.buffer))
+        disk.write(handle, span.buffer, span.offset)
+    return sums
+
+
 def replace_file(disk: Disk, path: Path, data: bytes) -> None:
     """Write a whole small file so that a crash leaves either the old or the new contents.
 
@@ -149,14 +181,19 @@ def aligned_buffer(size: int) -> memoryview:
 
 
 class PosixDisk:
-    """The machine's files. Uses O_DIRECT where the file system has it.
+    """The machine's files. Uses O_DIRECT where the file system has it; sums chunks while others are under
+    way where the native library is built.
 
     Args:
         direct: False never asks for O_DIRECT.
+        ring: False never asks for an io_uring.
     """
 
-    def __init__(self, direct: bool = True) -> None:
+    def __init__(self, direct: bool = True, ring: bool = True) -> None:
         self._direct = direct
+        self._ring = ring
+        self._transfers: Transfers | None = None
+        self._making = threading.Lock()
 
     def create(self, path: Path, size: int) -> None:
         free = self.free_bytes(path.parent)
@@ -200,11 +237,7 @@ class PosixDisk:
                 raise _explain(handle.path, "read", error, len(view) - done) from None
             # A direct read stops off the page grid only where the file ends.
             if got == 0 or (handle.direct and got % PAGE):
-                raise DamagedFile(
-                    f"{handle.path} ends at byte {offset + done + got:,}, "
-                    f"{len(view) - done - got:,} bytes too early.",
-                    "go back to the newest snapshot",
-                )
+                raise _ends(handle.path, offset + done + got, len(view) - done - got)
             done += got
 
     def write(self, handle: Handle, buffer: memoryview, offset: int) -> None:
@@ -221,6 +254,31 @@ class PosixDisk:
                 refused = OSError(errno.EIO, "no bytes accepted")
                 raise _explain(handle.path, "write", refused, len(view) - done)
             done += put
+
+    def read_summed(self, handle: Handle, spans: Sequence[Span], checksum: Checksum) -> list[int]:
+        if not _native(checksum):
+            return read_in_turn(self, handle, spans, checksum)
+        return self._move(handle, spans, write=False)
+
+    def write_summed(self, handle: Handle, spans: Sequence[Span], checksum: Checksum) -> list[int]:
+        if not _native(checksum):
+            return write_in_turn(self, handle, spans, checksum)
+        return self._move(handle, spans, write=True)
+
+    def _move(self, handle: Handle, spans: Sequence[Span], write: bool) -> list[int]:
+        with self._making:
+            if self._transfers is None:
+                self._transfers = Transfers(self._ring)
+        views = [Span(_checked(handle, span.buffer, span.offset), span.offset) for span in spans]
+        try:
+            return self._transfers.run(handle.number, write, handle.direct, views)
+        except TransferFailed as failed:
+            span = views[failed.span]
+            left = len(span.buffer) - failed.moved
+            if failed.number is None:
+                raise _ends(handle.path, span.offset + failed.moved, left) from None
+            error = OSError(failed.number, os.strerror(failed.number))
+            raise _explain(handle.path, "write" if write else "read", error, left) from None
 
     def sync(self, handle: Handle) -> None:
         try:
@@ -334,6 +392,17 @@ def _checked(handle: Handle, buffer: memoryview, offset: int) -> memoryview:
             f"{len(view)} bytes, address {_address(view):#x}"
         )
     return view
+
+
+def _native(checksum: Checksum) -> bool:
+    """Whether the native library computes it, and so can on the way."""
+    return isinstance(getattr(checksum, "__self__", None), NativeKernels)
+
+
+def _ends(path: Path, at: int, missing: int) -> DamagedFile:
+    return DamagedFile(
+        f"{path} ends at byte {at:,}, {missing:,} bytes too early.", "go back to the newest snapshot"
+    )
 
 
 def _free(path: Path) -> int | None:

@@ -82,15 +82,16 @@ def _hang(module):  # type: ignore[no-untyped-def]
 
     def impatient(self, disk):  # type: ignore[no-untyped-def]
         init(self, disk, HUNG["seconds"])
-        write = disk.write
+        write = disk.write_summed
 
-        def hanging(handle, buffer, offset):  # type: ignore[no-untyped-def]
-            writes.extend([offset] * (handle.path.name == "state.bin"))
+        def hanging(handle, spans, checksum):  # type: ignore[no-untyped-def]
+            for span in spans:
+                writes.extend([span.offset] * (handle.path.name == "state.bin"))
             if len(writes) >= HUNG["write"]:
                 threading.Event().wait()
-            write(handle, buffer, offset)
+            return write(handle, spans, checksum)
 
-        disk.write = hanging
+        disk.write_summed = hanging
 
     DeadlineDisk.__init__ = impatient
 

@@ -10,9 +10,10 @@ import numpy as np
 import pytest
 from known_run import LAYOUT, progress
 
-from packmule.checkpoint.head import BlockHead, Checksum, Head, Progress, decode, encode, seal
+from packmule.checkpoint.head import BlockHead, Head, Progress, decode, encode, seal
 from packmule.errors import ConfigError, DamagedFile
 from packmule.kernels.crc import crc32c
+from packmule.tiers.disk import Checksum
 
 PATH = Path("run/HEAD.json")
 

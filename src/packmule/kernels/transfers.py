@@ -1,0 +1,87 @@
+"""Transfers: chunks to and from files with their CRC-32C, in csrc and without the GIL. Imports no torch."""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+import weakref
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from packmule.kernels.native import open_library
+
+
+class Span(NamedTuple):
+    """A buffer and the byte of the file where it begins."""
+
+    buffer: memoryview
+    offset: int
+
+
+class TransferFailed(Exception):
+    """A transfer ended early.
+
+    Args:
+        span: which of the spans.
+        moved: bytes of it that arrived.
+        number: of the error; None where the file ends.
+    """
+
+    def __init__(self, span: int, moved: int, number: int | None) -> None:
+        super().__init__(f"span {span} stopped after {moved:,} bytes: error {number}")
+        self.span, self.moved, self.number = span, moved, number
+
+
+class Transfers:
+    """Moves many spans per call: blocks of 1 MiB, four under way, summed beside the transfers.
+
+    Calls from several threads take turns.
+
+    Args:
+        ring: use an io_uring where the kernel has one; else threads.
+
+    Attributes:
+        ring: whether it does.
+
+    Raises:
+        ValueError: the library is not built.
+        OSError: no thread can be started.
+    """
+
+    def __init__(self, ring: bool = True) -> None:
+        library = open_library()
+        self._call = library.pm_transfer
+        self._made = library.pm_transfers_create(int(ring))
+        if not self._made:
+            raise OSError("cannot start a thread for transfers")
+        self.ring = bool(library.pm_transfers_ring(self._made))
+        self._lock = threading.Lock()
+        weakref.finalize(self, library.pm_transfers_destroy, self._made)
+
+    def run(self, file: int, write: bool, direct: bool, spans: Sequence[Span]) -> list[int]:
+        """Fill or write every span; the CRC-32C of each.
+
+        Args:
+            file: an open file's number.
+            direct: buffers, offsets and sizes are multiples of 4096 bytes.
+
+        Raises:
+            TransferFailed: nothing is under way any more.
+        """
+        count = len(spans)
+        arrays = [np.frombuffer(span.buffer, np.uint8) for span in spans]
+        data = (ctypes.c_void_p * count)(*(array.ctypes.data for array in arrays))
+        sizes = (ctypes.c_int64 * count)(*(array.size for array in arrays))
+        offsets = (ctypes.c_int64 * count)(*(span.offset for span in spans))
+        sums = (ctypes.c_uint32 * count)()
+        failed, moved = ctypes.c_int(), ctypes.c_int64()
+        with self._lock:
+            rc = self._call(
+                self._made, file, write, direct, count, data, sizes, offsets, sums,
+                ctypes.byref(failed), ctypes.byref(moved),
+            )  # fmt: skip
+        if rc:
+            raise TransferFailed(failed.value, moved.value, None if rc < 0 else rc)
+        return list(sums)
