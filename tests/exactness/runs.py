@@ -83,6 +83,7 @@ def make_plan(
     schedule: Mapping[str, object] | None = None,
     optimizer: Mapping[str, object] | None = None,
     growth: Growth | None = None,
+    vocabulary_parts: int = 1,
 ) -> Plan:
     """A plan with small chunks, so that even tiny blocks stream in pieces."""
     types = TYPES[precision]
@@ -97,7 +98,7 @@ def make_plan(
             schedule=ScheduleNumerics(
                 **{"learning_rate": 1e-2, "warmup_steps": 2, "total_steps": steps, **(schedule or {})}
             ),
-            cpu_features=(), growth=growth,
+            cpu_features=(), growth=growth, vocabulary_parts=vocabulary_parts,
         ),
         placement=placement or Placement(state="ram", weights="state"),
         order=order, recompute=recompute, update=update,
@@ -440,6 +441,7 @@ class Case:
 
 def make_case(shape: ModelShape, plan: Plan, steps: int, seed: int, kernels: Kernels) -> Case:
     """Run the plain loop for a plan's numerics, with data and parameters from one seed."""
+    shape = shape.cut(plan.numerics.vocabulary_parts)
     data = Data(seed, shape.vocab)
     model = PlainModel(
         shape, precision_of(plan.numerics), seed, kernels, positions=plan.numerics.max_seq_length

@@ -44,6 +44,7 @@ def random_case(row: Architecture, rng: random.Random, seed: int, kernels: Kerne
         update=rng.choice(("after-backward", "on-fetch")),
         recompute=tuple(rng.random() < 0.5 for _ in range(shape.layers)),
         steps=STEPS,
+        vocabulary_parts=rng.choice((1, 3)),
     )
     return make_case(shape, plan, STEPS, seed, kernels)
 

@@ -39,10 +39,11 @@ AXES = {
     "tied": (True, False),
     "commit_steps": (1, 3),
     "snapshot_steps": (None, 2),
+    "vocabulary_parts": (1, 2, 5),
 }
-"""Everything a plan chooses, with precision, split, clip, rule and tie, which also choose bits."""
+"""Everything a plan chooses, with precision, split, clip, rule, tie and cut, which also choose bits."""
 
-NUMERICS = ("precision", "micro_rows", "clip", "tied", "rule")
+NUMERICS = ("precision", "micro_rows", "clip", "tied", "rule", "vocabulary_parts")
 
 
 DRAWN = ("precision", "order", "recompute", "commit_steps", "snapshot_steps")
@@ -72,6 +73,7 @@ def plan_of(row: Row) -> Plan:
             "clip",
             "commit_steps",
             "snapshot_steps",
+            "vocabulary_parts",
         )
     }
     return make_plan(placement=placement, steps=STEPS, optimizer={"rule": row["rule"]}, **choices)
@@ -79,7 +81,9 @@ def plan_of(row: Row) -> Plan:
 
 def offered(row: Row) -> bool:
     """Whether the builder has this combination and it differs from others in the list."""
-    return allowed(plan_of(row)) and not (row["update"] == "on-backward" and row["gradients"] == "disk")
+    kept = row["tied"] and row["vocabulary_parts"] > 1  # a part's, until the embedding adds its own
+    nothing = row["update"] == "on-backward" and row["gradients"] == "disk" and not kept
+    return allowed(plan_of(row)) and not nothing
 
 
 class Cases:

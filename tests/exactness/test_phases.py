@@ -21,13 +21,11 @@ from tests.exactness.runs import (
     tiny_shape,
 )
 from tests.fault.recording_disk import RecordingDisk
-from tests.parity.plain import PlainModel, forward, plain_logits, poisoned
+from tests.parity.plain import PlainModel, forward, head_evaluate, plain_logits
 
 from packmule.engine.engine import Engine, Needs
 from packmule.kernels.contract import Kernels
-from packmule.models import decoder as bodies_of
 from packmule.models.context import TokenBatch
-from packmule.shapes import bodies
 from packmule.spec.batch import Batch
 from packmule.spec.plan import Placement
 from packmule.spec.tally import Tally
@@ -50,7 +48,7 @@ TOKEN_BYTES = torch.arange(97, dtype=torch.int32) % 5
 """Of made-up tokens; every fifth is special."""
 
 
-def cases(precision: str, tied: bool, seed: int, kernels: Kernels) -> Iterator[Case]:
+def cases(precision: str, tied: bool, parts: int, seed: int, kernels: Kernels) -> Iterator[Case]:
     """One run under every placement, two micro-batches a step."""
     for index, placement in enumerate(PLACEMENTS):
         plan = make_plan(
@@ -59,8 +57,9 @@ def cases(precision: str, tied: bool, seed: int, kernels: Kernels) -> Iterator[C
             placement=placement,
             update=UPDATES[index % 2],
             prefetch=index % 3,
-            order="depth" if index % 4 == 0 and placement.gradients == "ram" else "breadth",
+            order="depth" if index % 4 == 0 and placement.gradients == "ram" and parts == 1 else "breadth",
             steps=STEPS,
+            vocabulary_parts=parts,
         )
         yield make_case(tiny_shape(tied), plan, 0, seed, kernels)
 
@@ -99,26 +98,27 @@ def plain_model(case: Case, kernels: Kernels) -> PlainModel:
 
 def plain_evaluate(case: Case, model: PlainModel) -> Tally:
     """The sums over the same micro-batches, every tensor resident."""
-    shape, types, numerics = case.shape, model.types, case.plan.numerics
+    numerics = case.plan.numerics
     rows, size = evaluation_rows(case), max(numerics.micro_rows)
     total = Tally()
     for start in range(0, ROWS, size):
         batch = TokenBatch.from_batch(make_batch(rows[start : start + size]))
         inputs, _ = forward(model, batch, max(numerics.micro_tokens))
-        scratch = poisoned(bodies.head_scratch(shape, numerics.loss_chunk, types, train=False))
-        weights = model.weights(shape.layers + 1)
-        total += bodies_of.head_evaluate(
-            model.decoder, weights, batch, inputs[-1], numerics.loss_chunk, scratch, TOKEN_BYTES
-        )
+        total += head_evaluate(model, batch, inputs[-1], numerics.loss_chunk, TOKEN_BYTES)
     return total
 
 
+PARTS = pytest.mark.parametrize("parts", (1, 4))
+"""Of the vocabulary."""
+
+
+@PARTS
 @pytest.mark.parametrize("precision", ("fp32", "bf16-mixed"))
 def test_evaluation_is_the_plain_forward_wherever_things_lie(
-    precision: str, kernels: Kernels, seed: int
+    precision: str, parts: int, kernels: Kernels, seed: int
 ) -> None:
     expected = None
-    for case in cases(precision, seed % 2 == 0, seed, kernels):
+    for case in cases(precision, seed % 2 == 0, parts, seed, kernels):
         expected = expected or plain_evaluate(case, plain_model(case, kernels))
         engine = trained(case, kernels)
         for _ in range(2):
@@ -127,12 +127,15 @@ def test_evaluation_is_the_plain_forward_wherever_things_lie(
         engine.close()
 
 
+@PARTS
 @pytest.mark.parametrize("precision", ("fp32", "bf16-mixed"))
-def test_generation_is_the_same_wherever_things_lie(precision: str, kernels: Kernels, seed: int) -> None:
+def test_generation_is_the_same_wherever_things_lie(
+    precision: str, parts: int, kernels: Kernels, seed: int
+) -> None:
     rng = random.Random(seed)
     prompt = [rng.randrange(97) for _ in range(7)]
     found = []
-    for case in cases(precision, seed % 2 == 1, seed, kernels):
+    for case in cases(precision, seed % 2 == 1, parts, seed, kernels):
         engine = trained(case, kernels)
         greedy = list(engine.generate(prompt, NO_STOP))
         drawn = list(engine.generate(prompt, NO_STOP, temperature=0.8, top_p=0.9, seed=seed))
@@ -142,9 +145,10 @@ def test_generation_is_the_same_wherever_things_lie(precision: str, kernels: Ker
     assert all(other == found[0] for other in found)
 
 
-def test_greedy_generation_takes_the_most_likely_token(kernels: Kernels, seed: int) -> None:
+@PARTS
+def test_greedy_generation_takes_the_most_likely_token(parts: int, kernels: Kernels, seed: int) -> None:
     rng = random.Random(seed)
-    case = next(cases("fp32", True, seed, kernels))
+    case = next(cases("fp32", True, parts, seed, kernels))
     model = plain_model(case, kernels)
     engine = trained(case, kernels)
     for length in (1, 9, POSITIONS - 1):
@@ -165,7 +169,14 @@ def test_greedy_generation_takes_the_most_likely_token(kernels: Kernels, seed: i
 
 def test_evaluation_and_generation_leave_training_as_it_was(kernels: Kernels, seed: int) -> None:
     for placement, update in zip(PLACEMENTS, UPDATES * len(PLACEMENTS), strict=False):
-        plan = make_plan(micro_rows=(2, 1), placement=placement, update=update, commit_steps=2, steps=4)
+        plan = make_plan(
+            micro_rows=(2, 1),
+            placement=placement,
+            update=update,
+            commit_steps=2,
+            steps=4,
+            vocabulary_parts=1 + 2 * (seed % 2),
+        )
         case = make_case(tiny_shape(True), plan, 4, seed, kernels)
         disk = RecordingDisk()
         case.start(RUN, kernels, disk)

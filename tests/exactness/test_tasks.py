@@ -81,6 +81,21 @@ PLANS = {
         "optimizer": {"rule": "lomo"},
         "chunk_bytes": 16384,
     },
+    "disk, on-fetch, vocabulary in parts": {
+        "placement": Placement(state="disk", weights="state", gradients="disk"),
+        "update": "on-fetch",
+        "recompute": (True,) * LAYERS,
+        "chunk_bytes": 16384,
+        "vocabulary_parts": 3,
+    },
+    "disk, on-backward, vocabulary in parts": {
+        "placement": Placement(state="disk", weights="disk", gradients="disk"),
+        "update": "on-backward",
+        "clip": None,
+        "recompute": (True,) * LAYERS,
+        "chunk_bytes": 16384,
+        "vocabulary_parts": 2,
+    },
     "ram, on-fetch": {
         "placement": Placement(state="ram", weights="ram", gradients="disk"),
         "update": "on-fetch",
@@ -110,7 +125,8 @@ class Watcher:
 @pytest.fixture(params=PLANS)
 def case(request: pytest.FixtureRequest, seed: int, kernels: Kernels) -> Case:
     plan = make_plan(steps=STEPS, micro_rows=(1, 1), **PLANS[request.param])
-    return make_case(tiny_shape(tied=False, layers=LAYERS), plan, STEPS, seed, kernels)
+    tied = plan.numerics.vocabulary_parts > 1
+    return make_case(tiny_shape(tied, layers=LAYERS), plan, STEPS, seed, kernels)
 
 
 def run(case: Case, watcher: Watcher, disk: RecordingDisk, kernels: Kernels) -> None:

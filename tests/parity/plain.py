@@ -15,15 +15,17 @@ from torch import Tensor
 from packmule.kernels.contract import Kernels
 from packmule.models import decoder as bodies_of
 from packmule.models import experts as mixture
+from packmule.models import vocabulary as parts_of
 from packmule.models.context import Decoder, TokenBatch
 from packmule.models.norms import norm_forward
 from packmule.models.views import TORCH_DTYPES, views
-from packmule.shapes import bodies, experts
+from packmule.shapes import bodies, experts, vocabulary
 from packmule.shapes.blocks import Block
 from packmule.shapes.layer import LayerShape
 from packmule.shapes.layout import TensorSpec, layout
 from packmule.shapes.model import ModelShape
 from packmule.spec.plan import Numerics
+from packmule.spec.tally import Tally
 
 Named = dict[str, Tensor]
 
@@ -51,8 +53,8 @@ class PlainModel:
         self.shape, self.precision, self.types = shape, precision, TYPES[precision]
         self.blocks = shape.blocks()
         generator = torch.Generator().manual_seed(seed)
-        self.params: list[Named] = []
-        for block in self.blocks:
+        whole: list[Named] = []
+        for block in shape.cut(1).blocks():
             named: Named = {}
             for p in block.parameters:
                 value = torch.randn(p.shape, generator=generator, dtype=torch.float64)
@@ -60,7 +62,8 @@ class PlainModel:
                 value = p.start + 0.1 * value if constant else value * p.shape[-1] ** -0.5
                 # Through float32, so that models of one seed agree in every precision.
                 named[p.name] = value.float().to(TORCH_DTYPES[self.types.master])
-            self.params.append(named)
+            whole.append(named)
+        self.params = [_rows_of(block, whole[block.whole.index]) for block in self.blocks]
         self.decoder = Decoder.create(kernels, shape, self.types, positions)
 
     def weights(self, block: int) -> Named:
@@ -70,6 +73,21 @@ class PlainModel:
         if shared is not None:
             named["weight"] = self.params[shared]["weight"]
         return {name: value.to(TORCH_DTYPES[self.types.compute]) for name, value in named.items()}
+
+    def head_weights(self, part: int) -> Named:
+        """What the head's bodies read at a part of a cut vocabulary."""
+        return {**self.weights(self.head), "weight": self.weights(part)["weight"]}
+
+    @property
+    def embedding(self) -> list[Block]:
+        """The blocks of the embedding."""
+        return [block for block in self.blocks if block.kind == "embed"]
+
+    @property
+    def head_parts(self) -> list[Block]:
+        """The blocks of the head's matrix where the vocabulary is cut."""
+        kind = "embed" if self.shape.tied else "logits"
+        return [block for block in self.blocks if block.kind == kind]
 
     @property
     def head(self) -> int:
@@ -90,6 +108,26 @@ class PlainModel:
         return poisoned([bodies.input_spec(self.shape, tokens, self.types)])["x"]
 
 
+def _rows_of(block: Block, whole: Named) -> Named:
+    """A block's parameters out of those of the whole block."""
+    found = {}
+    for p in block.parameters:
+        start = block.first_row(p.name)
+        found[p.name] = whole[p.name][start : start + p.shape[0]].clone()
+    return found
+
+
+def joined(shape: ModelShape, named: Sequence[Named]) -> list[Named]:
+    """What is given by block of a cut vocabulary, by block of a whole one."""
+    found: list[Named] = [{} for _ in shape.cut(1).blocks()]
+    for block, own in zip(shape.blocks(), named, strict=True):
+        whole = found[block.whole.index]
+        for name, value in own.items():
+            whole[name] = torch.cat((whole[name], value)) if name in whole else value
+    order = zip(shape.cut(1).blocks(), found, strict=True)
+    return [{p.name: whole[p.name] for p in block.parameters} for block, whole in order]
+
+
 class Saved(dict[str, Tensor]):
     """What a layer saved; `routed` and `experts` are those of its mixture, if it is one."""
 
@@ -107,7 +145,7 @@ def forward(
     """
     decoder, types = model.decoder, model.types
     inputs, saves = [model.inputs(capacity)], []
-    bodies_of.embed_forward(decoder, model.weights(0), batch, inputs[0])
+    embed_forward(model, batch, inputs[0], capacity)
     for layer, block in zip(model.shape.layer_shapes, model.openings, strict=True):
         x, weights = inputs[-1], model.weights(block)
         inputs.append(model.inputs(capacity))
@@ -130,6 +168,88 @@ def forward(
             )  # fmt: skip
         decoder.kernels.cast(inputs[-1][: batch.tokens], mixed[: batch.tokens])
     return inputs, saves
+
+
+def embed_forward(model: PlainModel, batch: TokenBatch, out: Tensor, capacity: int) -> None:
+    """The embedding, part by part where it is cut."""
+    for block in model.embedding:
+        weights = model.weights(block.index)
+        if model.shape.vocabulary_parts == 1:
+            bodies_of.embed_forward(model.decoder, weights, batch, out)
+        else:
+            scratch = poisoned(bodies.embed_part_scratch(model.shape, capacity, model.types))
+            parts_of.embed_forward(model.decoder, weights, block.tokens, batch, out, scratch)
+
+
+def head_scores(model: PlainModel, batch: TokenBatch, x: Tensor, chunk: int) -> Named:
+    """What the head's first visits find."""
+    scores = poisoned(vocabulary.scores(len(x), model.types))
+    for number, block in enumerate(model.head_parts):
+        scratch = poisoned(
+            bodies.part_scratch(model.shape, len(block.tokens), chunk, model.types, gradient=False)
+        )
+        parts_of.part_score(
+            model.decoder, model.head_weights(block.index), block.tokens, batch, x, chunk, scores, scratch,
+            number == 0,
+        )  # fmt: skip
+    return scores
+
+
+def head_loss(
+    model: PlainModel,
+    batch: TokenBatch,
+    x: Tensor,
+    scale: float,
+    chunk: int,
+    dx: Tensor,
+    grads: list[Named],
+    first: bool,
+) -> float:
+    """The head's forward and backward; gradients are added to by block."""
+    shape, types, head = model.shape, model.types, model.head
+    if shape.vocabulary_parts == 1:
+        head_grads = dict(grads[head])
+        if shape.tied:
+            head_grads["weight"] = grads[0]["weight"]
+        scratch = poisoned(bodies.head_scratch(shape, chunk, types, train=True))
+        return bodies_of.head_loss(
+            model.decoder, model.weights(head), batch, x, scale, chunk, dx, head_grads, scratch, first
+        )[0]
+    scores = head_scores(model, batch, x, chunk)
+    gathered = poisoned(vocabulary.gathered(shape.hidden, len(x), types))["dnormed"]
+    for number, block in enumerate(reversed(model.head_parts)):
+        scratch = poisoned(bodies.part_scratch(shape, len(block.tokens), chunk, types, gradient=True))
+        parts_of.part_gradient(
+            model.decoder, model.head_weights(block.index), block.tokens, batch, x, scale, chunk, scores,
+            gathered, grads[block.index]["weight"], scratch, first, number == 0,
+        )  # fmt: skip
+    scratch = poisoned(bodies.close_scratch(shape, chunk, types))
+    return parts_of.head_close(
+        model.decoder, model.weights(head), batch, x, chunk, scores, gathered, dx, grads[head], scratch, first
+    )[0]
+
+
+def head_evaluate(
+    model: PlainModel, batch: TokenBatch, x: Tensor, chunk: int, token_bytes: Tensor | None = None
+) -> Tally:
+    """The sums of an evaluation."""
+    if model.shape.vocabulary_parts > 1:
+        return parts_of.tally(batch, head_scores(model, batch, x, chunk), chunk, token_bytes)
+    scratch = poisoned(bodies.head_scratch(model.shape, chunk, model.types, train=False))
+    weights = model.weights(model.head)
+    return bodies_of.head_evaluate(model.decoder, weights, batch, x, chunk, scratch, token_bytes)
+
+
+def embed_backward(model: PlainModel, dy: Tensor, batch: TokenBatch, grads: list[Named], first: bool) -> None:
+    """The embedding's, part by part where it is cut."""
+    for block in model.embedding:
+        if model.shape.vocabulary_parts == 1:
+            bodies_of.embed_backward(model.decoder, dy, batch, grads[0], first)
+        else:
+            scratch = poisoned(bodies.embed_part_scratch(model.shape, len(dy), model.types))
+            parts_of.embed_backward(
+                model.decoder, dy, block.tokens, batch, grads[block.index], scratch, first
+            )
 
 
 def experts_scratch(model: PlainModel, layer: LayerShape, capacity: int, backward: bool, kept: bool) -> Named:
@@ -202,13 +322,13 @@ def plain_step(
         recompute: per layer; by default nothing is recomputed.
         capacity: tokens the buffers are sized for; by default those of the longest batch.
     """
-    decoder, shape, types = model.decoder, model.shape, model.types
+    shape, types = model.shape, model.types
     capacity = capacity or max(batch.tokens for batch in batches)
     recompute = recompute or [False] * shape.layers
     scale = 1.0 / max(1, sum(batch.targets_count for batch in batches))
     grads = [poisoned(block.specs(types.gradient)) for block in model.blocks]
     reaching: list[Tensor] = []
-    total, head, even = 0.0, model.head, None
+    total, even = 0.0, None
     mixtures = [layer.experts for layer in shape.layer_shapes if layer.experts is not None]
     balance = torch.zeros(2, mixtures[0].count, dtype=torch.float64) if mixtures else None
     passed = [forward(model, batch, capacity, balance) for batch in batches]
@@ -218,21 +338,14 @@ def plain_step(
         even = mixture.balance_gradient(mixtures[0], balance, rows, statistic)
     for micro, (batch, (inputs, saves)) in enumerate(zip(batches, passed, strict=True)):
         first = micro == 0
-        dx, head_grads = model.inputs(capacity), dict(grads[head])
-        if shape.tied:
-            head_grads["weight"] = grads[0]["weight"]
-        scratch = poisoned(bodies.head_scratch(shape, chunk, types, train=True))
-        weights = model.weights(head)
-        loss, _ = bodies_of.head_loss(
-            decoder, weights, batch, inputs[-1], scale, chunk, dx, head_grads, scratch, first
-        )
-        total += loss
+        dx = model.inputs(capacity)
+        total += head_loss(model, batch, inputs[-1], scale, chunk, dx, grads, first)
         for i in reversed(range(shape.layers)):
             dy, dx = dx, (model.inputs(capacity) if i % 2 else dx)
             layer_backward(model, i, batch, inputs[i], saves[i], dy, dx, grads, first, recompute[i], even)
         reaching.append(dx)
     for micro, batch in enumerate(batches):
-        bodies_of.embed_backward(decoder, reaching[micro], batch, grads[0], micro == 0)
+        embed_backward(model, reaching[micro], batch, grads, micro == 0)
     return total * scale, grads
 
 
@@ -240,6 +353,9 @@ def plain_logits(model: PlainModel, batch: TokenBatch) -> Tensor:
     """[N, V] in the compute dtype."""
     inputs, _ = forward(model, batch, batch.tokens)
     weights = model.weights(model.head)
+    if model.shape.vocabulary_parts > 1:
+        parts = [model.weights(block.index)["weight"] for block in model.head_parts]
+        weights = {**weights, "weight": torch.cat(parts)}
     normed, norm = model.inputs(batch.tokens), model.shape.norm
     saved = poisoned(norm.saved("norm", batch.tokens, model.types.statistic))
     norm_forward(model.decoder.kernels, norm, weights, "norm", inputs[-1], normed, saved)

@@ -49,7 +49,7 @@ class Generator:
             else:
                 self._experts(layer.experts, i, arguments, x)
         self.position += len(ids)
-        scratch = poisoned(bodies.head_decode_scratch(shape, model.types))
+        scratch = poisoned(bodies.head_decode_scratch(shape, shape.vocab, model.types))
         return decode.head_logits(model.decoder, model.weights(model.head), x, scratch)
 
     def _experts(self, own: Experts, index: int, arguments: tuple[Any, ...], x: Tensor) -> None:

@@ -7,18 +7,24 @@ I/O thread and must not.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
+from packmule.engine import vocabulary
 from packmule.engine.access import gradients as _gradients
+from packmule.engine.access import head_input as _head_input
+from packmule.engine.access import input_of as _input
+from packmule.engine.access import noise as _noise
+from packmule.engine.access import scratch as _scratch
+from packmule.engine.access import stream as _stream
 from packmule.engine.access import tensor as _tensor
+from packmule.engine.access import tokens as _tokens
 from packmule.engine.access import weights as _weights
 from packmule.engine.program import Range, Task
-from packmule.engine.runtime import Runtime, Specs, StepState
+from packmule.engine.runtime import Runtime, StepState
 from packmule.errors import RunFailed
 from packmule.graph.kinds import SECOND, BufferKind, TaskKind, Tier
 from packmule.models import decode, decoder
@@ -44,28 +50,6 @@ def _head_weights(runtime: Runtime, task: Task) -> dict[str, Tensor]:
     return own if shared is None else {**own, "weight": _weights(runtime, task, shared)["weight"]}
 
 
-def _scratch(
-    runtime: Runtime, task: Task, kind: BufferKind, make: Specs, *rest: Hashable
-) -> dict[str, Tensor]:
-    return runtime.views(task.get(kind).offset, runtime.layout(make, *rest))
-
-
-def _stream(runtime: Runtime, place: Range) -> Tensor:
-    """The residual stream in a buffer: c [tokens, H]."""
-    hidden, dtype = runtime.model.decoder.hidden, runtime.model.types.compute
-    rows = place.bytes // (hidden * ITEMSIZE[dtype])
-    return _tensor(runtime, place.offset, rows * hidden, dtype).view(rows, hidden)
-
-
-def _input(runtime: Runtime, task: Task, block: int) -> Tensor:
-    return _stream(runtime, task.get(BufferKind.INPUT, block))
-
-
-def _tokens(runtime: Runtime, task: Task) -> int:
-    """Most tokens of the task's micro-batch."""
-    return runtime.state.capacities[task.micro]
-
-
 def _recomputes(runtime: Runtime, task: Task) -> bool:
     """Whether a backward runs forward again: the first of two overwrites what was saved."""
     return task.part == SECOND or runtime.model.recomputes(task.block)
@@ -75,8 +59,12 @@ def _recomputes(runtime: Runtime, task: Task) -> bool:
 
 
 def embed_forward(runtime: Runtime, task: Task) -> None:
-    batch = runtime.state.batches[task.micro]
-    decoder.embed_forward(runtime.decoder, _weights(runtime, task, 0), batch, _input(runtime, task, 1))
+    batch, out = runtime.state.batches[task.micro], _input(runtime, task, runtime.model.following(task.block))
+    weights = _weights(runtime, task, task.block)
+    if runtime.model.cut:
+        vocabulary.embed_forward(runtime, task, weights, batch, out)
+    else:
+        decoder.embed_forward(runtime.decoder, weights, batch, out)
 
 
 def layer_forward(runtime: Runtime, task: Task) -> None:
@@ -293,6 +281,9 @@ def head_evaluate(runtime: Runtime, task: Task) -> None:
 
 
 def embed_backward(runtime: Runtime, task: Task) -> None:
+    if runtime.model.cut:
+        vocabulary.embed_backward(runtime, task)
+        return
     decoder.embed_backward(
         runtime.decoder,
         _stream(runtime, task.get(BufferKind.DY, -1)),
@@ -303,11 +294,6 @@ def embed_backward(runtime: Runtime, task: Task) -> None:
 
 
 # Generation
-
-
-def embed_decode(runtime: Runtime, task: Task) -> None:
-    batch = runtime.state.batches[0]
-    decoder.embed_forward(runtime.decoder, _weights(runtime, task, 0), batch, _input(runtime, task, 1))
 
 
 def _cache(runtime: Runtime, task: Task) -> Tensor:
@@ -354,35 +340,21 @@ def route_decode(runtime: Runtime, task: Task) -> None:
 
 
 def head_decode(runtime: Runtime, task: Task) -> None:
+    """The head, or a part of it."""
     model, tokens = runtime.model, runtime.state.batches[0].tokens
+    ids = model.blocks[task.block].tokens or range(model.decoder.vocab)
+    arguments = (model.decoder, len(ids), model.types)
     logits = decode.head_logits(
         runtime.decoder,
-        _head_weights(runtime, task),
-        _input(runtime, task, task.block)[:tokens],
-        _scratch(runtime, task, BufferKind.SCRATCH, shapes.head_decode_scratch, model.decoder, model.types),
+        vocabulary.part_weights(runtime, task) if model.cut else _head_weights(runtime, task),
+        _head_input(runtime, task)[:tokens],
+        _scratch(runtime, task, BufferKind.SCRATCH, shapes.head_decode_scratch, *arguments),
     )
-    place = task.get(BufferKind.LOGITS)
-    _tensor(runtime, place.offset, model.decoder.vocab, "float32").copy_(logits)
+    place = task.get(BufferKind.LOGITS, len(model.blocks) - 1)
+    _tensor(runtime, place.offset, model.decoder.vocab, "float32")[ids.start : ids.stop].copy_(logits)
 
 
 # Gradients and updates
-
-
-@contextmanager
-def _noise(runtime: Runtime, task: Task, grads: Mapping[str, Tensor]) -> Iterator[None]:
-    """Add the squared norm of what a micro-batch adds to the gradients of the block's norm weights
-    to its sum, for the gradient noise scale (packmule.optim.noise). A step of one micro-batch has
-    no noise to see, and a second backward none that is new."""
-    state = runtime.state
-    if len(state.batches) < 2 or task.part == SECOND:
-        yield
-        return
-    names = [p.name for p in runtime.model.blocks[task.block].parameters if p.role == "norm"]
-    before = {} if task.micro == 0 else {name: grads[name].clone() for name in names}
-    yield
-    for name in names:
-        added = grads[name] - before[name] if before else grads[name]
-        state.noise[task.micro] = state.noise.get(task.micro, 0.0) + runtime.kernels.sum_squares(added)
 
 
 def norm(runtime: Runtime, task: Task) -> None:
@@ -577,7 +549,7 @@ BODIES: dict[TaskKind, Body] = {
     TaskKind.CLIP: clip,
     TaskKind.UPDATE: update,
     TaskKind.COMMIT: commit,
-    TaskKind.EMBED_DECODE: embed_decode,
+    TaskKind.EMBED_DECODE: embed_forward,
     TaskKind.LAYER_DECODE: layer_decode,
     TaskKind.HEAD_DECODE: head_decode,
     TaskKind.ROUTE_FORWARD: route_forward,
@@ -589,4 +561,8 @@ BODIES: dict[TaskKind, Body] = {
     TaskKind.WRITE_ROUTED: _transfer(BufferKind.ROUTED, write=True),
     TaskKind.WRITE_SNAPSHOT: write_snapshot,
     TaskKind.SNAPSHOT: snapshot,
+    TaskKind.PART_SCORE: vocabulary.part_score,
+    TaskKind.PART_GRADIENT: vocabulary.part_gradient,
+    TaskKind.HEAD_CLOSE: vocabulary.head_close,
+    TaskKind.HEAD_TALLY: vocabulary.head_tally,
 }

@@ -48,6 +48,10 @@ class TaskKind(IntEnum):
     WRITE_ROUTED = 28
     WRITE_SNAPSHOT = 29
     SNAPSHOT = 30  # make a snapshot whole, under its name
+    PART_SCORE = 31  # a part of the head's matrix, where the vocabulary is cut
+    PART_GRADIENT = 32
+    HEAD_CLOSE = 33  # what comes after all parts
+    HEAD_TALLY = 34
 
 
 COMPUTE = frozenset(
@@ -66,6 +70,10 @@ COMPUTE = frozenset(
         TaskKind.ROUTE_DECODE,
         TaskKind.EXPERTS_FORWARD,
         TaskKind.EXPERTS_BACKWARD,
+        TaskKind.PART_SCORE,
+        TaskKind.PART_GRADIENT,
+        TaskKind.HEAD_CLOSE,
+        TaskKind.HEAD_TALLY,
     }
 )
 
@@ -97,3 +105,5 @@ class BufferKind(IntEnum):
     DISPATCHED = 17  # gradients that experts hand on to their router
     BALANCE = 18  # how much work each expert got in a step
     COPY = 19  # a chunk of a block's planes in a snapshot's state.bin
+    SCORES = 20  # what parts of the head have found of a micro-batch's tokens
+    GATHERED = 21  # gradients that parts of the head hand on to its norm

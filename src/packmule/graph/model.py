@@ -27,6 +27,10 @@ class PlannedModel:
         """Of the plan's update rule, master first."""
         return STATES[self.plan.numerics.optimizer.rule].planes
 
+    def __post_init__(self) -> None:
+        # The shape as the plan cuts it.
+        object.__setattr__(self, "shape", self.shape.cut(self.plan.numerics.vocabulary_parts))
+
     @cached_property
     def types(self) -> Dtypes:
         """Dtypes of the plan's numerics."""
@@ -52,7 +56,29 @@ class PlannedModel:
 
     def closes(self, block: int) -> bool:
         """Whether a block is the last of its layer."""
-        return self.following(block) == block + 1
+        return self.blocks[block + 1].layer != self.blocks[block].layer
+
+    @property
+    def cut(self) -> bool:
+        """Whether the vocabulary is cut into parts."""
+        return isinstance(self.shape, ModelShape) and self.shape.vocabulary_parts > 1
+
+    @cached_property
+    def embedding(self) -> tuple[int, ...]:
+        """The blocks that hold the embedding."""
+        return tuple(block.index for block in self.blocks if block.kind == "embed")
+
+    @cached_property
+    def head_parts(self) -> tuple[int, ...]:
+        """The blocks that hold the head's matrix, where the vocabulary is cut."""
+        if self.shape.tied:
+            return self.embedding
+        return tuple(block.index for block in self.blocks if block.kind == "logits")
+
+    def halved(self, block: int) -> bool:
+        """Whether a gradient goes to disk between the head's contributions and the embedding's."""
+        on_disk = self.plan.placement.gradients == "disk"
+        return self.cut and self.shape.tied and on_disk and self.blocks[block].kind == "embed"
 
     @cached_property
     def routed_layers(self) -> int:
@@ -129,7 +155,7 @@ class PlannedModel:
                 table.add(BufferKind.WEIGHTS, Tier.RAM, index, self.weight_bytes[index])
             if place.weights == "disk":
                 table.add(BufferKind.WEIGHTS, Tier.DISK, index, self.weight_bytes[index])
-            if place.gradients == "disk":
+            if place.gradients == "disk" and (plan.update != "on-backward" or self.halved(index)):
                 for part, (_, size) in enumerate(self.chunks(index)):
                     table.add(BufferKind.GRADIENT_CHUNK, Tier.DISK, index, size, part)
             elif plan.update == "on-fetch":

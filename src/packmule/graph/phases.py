@@ -12,8 +12,9 @@ from packmule.graph.kinds import BufferKind, TaskKind, Tier
 from packmule.graph.model import PlannedModel
 from packmule.graph.step import StepGraph
 from packmule.graph.training import Visit, arrange
+from packmule.graph.vocabulary import VocabularyTasks
 from packmule.shapes import bodies
-from packmule.shapes.layout import PAGE, round_up
+from packmule.shapes.layout import ITEMSIZE, PAGE, round_up
 from packmule.spec.plan import Io
 
 
@@ -95,12 +96,14 @@ def build_evaluate(
         if block.kind in ("layer", "head")
         for micro, tokens in enumerate(micro_tokens)
     }
-    experts = ExpertTasks(emitter)
+    experts, vocabulary = ExpertTasks(emitter), VocabularyTasks(emitter)
 
     def run(block: int, micro: int, weights: list[int]) -> None:
-        tokens = micro_tokens[micro]
-        if block == 0:
-            emitter.compute(TaskKind.EMBED_FORWARD, tokens, weights, [inputs[1, micro]], 0, micro)
+        tokens, kind = micro_tokens[micro], model.blocks[block].kind
+        if kind == "embed":
+            out = inputs[model.following(block), micro]
+            reads = weights if block == 0 else [*weights, out]
+            emitter.compute(TaskKind.EMBED_FORWARD, tokens, reads, [out], block, micro)
             return
         out = inputs.get((model.following(block), micro), -1)
         if model.blocks[block].kind == "experts":
@@ -111,12 +114,18 @@ def build_evaluate(
             emitter.compute(TaskKind.HEAD_EVALUATE, tokens, reads, [], block, micro)
             return
         routes = model.works.experts(block) is not None
-        kind = TaskKind.ROUTE_FORWARD if routes else TaskKind.LAYER_FORWARD
+        task = TaskKind.ROUTE_FORWARD if routes else TaskKind.LAYER_FORWARD
         writes = experts.opened(block, micro, tokens) if routes else [out]
         writes += emitter.saved(block, tokens, micro)
-        emitter.compute(kind, tokens, reads, writes, block, micro)
+        emitter.compute(task, tokens, reads, writes, block, micro)
 
-    _forward_all(emitter, range(len(micro_tokens)), run)
+    def score(part: int, micro: int, weights: list[int]) -> None:
+        tokens = micro_tokens[micro]
+        vocabulary.score(part, micro, tokens, [*weights, inputs[head, micro]])
+        if part == model.head_parts[-1]:
+            vocabulary.tally(micro, tokens)
+
+    _forward_all(emitter, range(len(micro_tokens)), run, score)
     return emitter.build()
 
 
@@ -144,8 +153,10 @@ def build_decode(model: PlannedModel, costs: Costs, new_tokens: int, most_tokens
     experts = ExpertTasks(emitter)
 
     def run(block: int, micro: int, weights: list[int]) -> None:
-        if block == 0:
-            emitter.core_task(TaskKind.EMBED_DECODE, costs.task_seconds, weights, [inputs[1]], 0, micro)
+        if model.blocks[block].kind == "embed":
+            out = inputs[model.following(block)]
+            reads = weights if block == 0 else [*weights, out]
+            emitter.compute(TaskKind.EMBED_DECODE, new_tokens, reads, [out], block, micro)
             return
         moving = model.weight_bytes[block] / costs.memory_bytes
         if model.blocks[block].kind == "experts":
@@ -154,14 +165,11 @@ def build_decode(model: PlannedModel, costs: Costs, new_tokens: int, most_tokens
             return
         reads = [*weights, inputs[block]]
         if block == head:
-            scratch = emitter.scratch(bodies.head_decode_scratch(shape, types), block, micro)
-            seconds = costs.compute(bodies.head_flops(shape, 1), moved=model.weight_bytes[0])
-            emitter.core_task(TaskKind.HEAD_DECODE, seconds, reads, [logits, scratch], block, micro)
+            head_decode(block, micro, weights)
             return
         layer = shape.layer(block)
         scratch = emitter.scratch(bodies.decode_scratch(layer, new_tokens, most_tokens, types), block, micro)
         routes = layer.experts is not None
-        seconds = model.works.seconds(TaskKind.LAYER_FORWARD, block, new_tokens, costs, emitter.mean_length)
         outputs = experts.opened(block, micro, new_tokens) if routes else [inputs[model.following(block)]]
         emitter.core_task(
             TaskKind.ROUTE_DECODE if routes else TaskKind.LAYER_DECODE,
@@ -174,15 +182,34 @@ def build_decode(model: PlannedModel, costs: Costs, new_tokens: int, most_tokens
             workspace=bodies.layer_workspace(layer, most_tokens, types),
         )
 
-    _forward_all(emitter, range(1), run)
+    def head_decode(block: int, micro: int, weights: list[int]) -> None:
+        """The head, or a part of it."""
+        rows = len(model.blocks[block].tokens) or shape.vocab
+        scratch = emitter.scratch(bodies.head_decode_scratch(shape, rows, types), block, micro)
+        moved = rows * shape.hidden * ITEMSIZE[types.compute]
+        seconds = costs.compute(bodies.head_flops(shape, 1, rows), moved=moved)
+        reads = [*weights, inputs[head]]
+        emitter.core_task(TaskKind.HEAD_DECODE, seconds, reads, [logits, scratch], block, micro)
+
+    _forward_all(emitter, range(1), run, head_decode)
     return emitter.build()
 
 
-def _forward_all(emitter: Emitter, micros: range, run: Callable[[int, int, list[int]], None]) -> None:
-    """Every block once over all micro-batches, weights fetched ahead."""
+Run = Callable[[int, int, list[int]], None]
+"""Computes (block, micro-batch, weights)."""
+
+
+def _forward_all(emitter: Emitter, micros: range, run: Run, run_part: Run) -> None:
+    """Every block once over all micro-batches, weights fetched ahead.
+
+    Args:
+        run_part: for a part of the head's matrix, with the weights of the part and of the norm.
+    """
     model = emitter.model
     visits = []
     for block in model.blocks:
+        if model.cut and block.kind in ("logits", "head"):
+            continue
         visit = Visit()
         visit.fetch, weights = emitter.weights(block.index)
         if block.shared is not None:
@@ -191,4 +218,11 @@ def _forward_all(emitter: Emitter, micros: range, run: Callable[[int, int, list[
             weights = [*weights, *more]
         visit.compute = [partial(run, block.index, micro, weights) for micro in micros]
         visits.append(visit)
+    norm_fetch, norm = emitter.weights(len(model.blocks) - 1) if model.cut else ([], [])
+    for part in model.head_parts if model.cut else ():
+        fetch, own = emitter.weights(part)
+        visit = Visit(fetch=[*norm_fetch, *fetch])
+        visit.compute = [partial(run_part, part, micro, [*own, *norm]) for micro in micros]
+        visits.append(visit)
+        norm_fetch = []
     arrange(visits, model.plan.io)

@@ -11,6 +11,7 @@ from packmule.graph.experts import ExpertTasks
 from packmule.graph.kinds import BufferKind, TaskKind, Tier
 from packmule.graph.model import PlannedModel
 from packmule.graph.step import StepGraph
+from packmule.graph.vocabulary import VocabularyTasks
 from packmule.shapes.layout import ITEMSIZE, PAGE, round_up
 from packmule.spec.plan import Io
 
@@ -78,6 +79,7 @@ class _Step:
     ) -> None:
         self.emitter = Emitter(model, costs, mean_length, snapshot)
         self.experts = ExpertTasks(self.emitter)
+        self.vocabulary = VocabularyTasks(self.emitter)
         self.model = model
         self.plan = model.plan
         self.pending = pending
@@ -88,8 +90,11 @@ class _Step:
         self.dy: dict[int, int] = {}
         self.spilled: dict[tuple[int, int, int], int] = {}
         self.clip_scale = -1
+        self.last_part: list[int] = []
+        self.head_norm: list[int] = []
         self.balanced = False
         self.gradients: dict[tuple[int, bool], int] = {}
+        self.halves: dict[tuple[int, bool], int] = {}
         self.norms: list[int] = []
 
     # Buffers that visits share
@@ -122,6 +127,16 @@ class _Step:
             self.gradients[block, again] = buffer
         return self.gradients[block, again]
 
+    def head_gradient(self, part: int, again: bool) -> int:
+        """Where the head adds the gradient of a part: of a tied one it may go to disk before the
+        embedding's own is there."""
+        if not self.model.halved(part):
+            return self.gradient(part, again)
+        if (part, again) not in self.halves:
+            size = self.model.plane_bytes[part]
+            self.halves[part, again] = self.emitter.ram(BufferKind.GRADIENT, size, part)
+        return self.halves[part, again]
+
     @property
     def scale(self) -> int | None:
         if self.plan.numerics.clip is None:
@@ -148,9 +163,10 @@ class _Step:
         its last group of experts, where its tokens went. What the last blocks need stays: their
         backward's fetch would come before the store, which lags a visit."""
         near = 2 * block > 2 * self.head - self.plan.io.prefetch - 2
-        if self.plan.placement.inputs == "ram" or block == 0 or near:
+        kind = self.model.blocks[block].kind
+        if self.plan.placement.inputs == "ram" or near or kind not in ("layer", "experts"):
             return []
-        if self.model.blocks[block].kind == "layer":
+        if kind == "layer":
             return [BufferKind.INPUT]
         return [BufferKind.ROUTED] if self.model.closes(block) else []
 
@@ -196,9 +212,11 @@ class _Step:
 
     def _forward(self, block: int, micro: int, weights: list[int]) -> None:
         emitter, model, tokens = self.emitter, self.model, self.tokens[micro]
-        if block == 0:
+        if model.blocks[block].kind == "embed":
             out = self.input(model.following(block), micro)
-            emitter.compute(TaskKind.EMBED_FORWARD, tokens, weights, [out], block, micro)
+            # Each further part fills in tokens of its own.
+            reads = weights if block == 0 else [*weights, out]
+            emitter.compute(TaskKind.EMBED_FORWARD, tokens, reads, [out], block, micro)
             return
         keep = not model.recomputes(block)
         if model.blocks[block].kind == "experts":
@@ -220,8 +238,58 @@ class _Step:
             self.saved[block, micro] = saved
         emitter.compute(kind, tokens, reads, [*writes, *saved], block, micro)
 
-    def loss(self, micros: list[int], again: bool) -> Visit:
-        """The head: forward and backward at once, in chunks of tokens."""
+    def loss(self, micros: list[int]) -> list[Visit]:
+        """What comes before the head's backward: every token's log-sum-exp, where the head's matrix is
+        in parts. A whole head runs forward and backward at once."""
+        if not self.model.cut:
+            return []
+        update, tied = self.pending and 0 in micros, self.model.shape.tied
+        fetch, self.head_norm = self._forward_weights(self.head, update)
+        visits: list[Visit] = []
+        for part in self.model.head_parts:
+            stream, own = self._forward_weights(part, update and not tied)
+            visit, self.last_part = Visit([*fetch, *stream]), [*own, *self.head_norm]
+            for micro in micros:
+                visit.compute.append(partial(self._score, part, micro, self.last_part))
+            visits.append(visit)
+            fetch = []
+        return visits
+
+    def _score(self, part: int, micro: int, weights: list[int]) -> None:
+        reads = [*weights, self.input(self.head, micro)]
+        self.vocabulary.score(part, micro, self.tokens[micro], reads)
+
+    def head_backward(self, micros: list[int], again: bool) -> list[tuple[Visit, int]]:
+        """The head's visits, each with the block whose gradient is complete with it, or -1. Its parts come
+        in reverse order: the weights of the last one are still there."""
+        if not self.model.cut:
+            return [(self._whole_head(micros, again), self.head)]
+        visits: list[tuple[Visit, int]] = []
+        for part in reversed(self.model.head_parts):
+            visit, weights = Visit(), self.last_part
+            if visits or again:
+                visit.fetch, own = self.emitter.weights(part)
+                weights = [*own, *self.head_norm]
+            for micro in micros:
+                visit.compute.append(partial(self._part_gradient, part, micro, weights, again))
+            if self.model.halved(part):
+                visit.after = self._store_gradient(part, self.head_gradient(part, again))
+            visits.append((visit, -1 if self.model.shape.tied else part))
+        close = Visit(compute=[partial(self._close, micro, self.head_norm, again) for micro in micros])
+        return [*visits, (close, self.head)]
+
+    def _part_gradient(self, part: int, micro: int, weights: list[int], again: bool) -> None:
+        reads = [*weights, self.input(self.head, micro)]
+        gradient = self.head_gradient(part, again)
+        self.vocabulary.gradient(part, micro, self.tokens[micro], reads, gradient, again)
+
+    def _close(self, micro: int, weights: list[int], again: bool) -> None:
+        reads = [*weights, self.input(self.head, micro)]
+        dy, gradient = self.output_gradient(micro), self.gradient(self.head, again)
+        self.vocabulary.close(micro, self.tokens[micro], reads, dy, gradient, again)
+
+    def _whole_head(self, micros: list[int], again: bool) -> Visit:
+        """Forward and backward at once, in chunks of tokens."""
         visit = Visit()
         emitter, model, block = self.emitter, self.model, self.head
         update = self.pending and 0 in micros
@@ -246,11 +314,15 @@ class _Step:
     def backward(self, block: int, micros: list[int], again: bool) -> Visit:
         """Fetch weights and spilled inputs, run; the aftermath is `complete`'s."""
         visit = Visit()
-        if block == 0:
+        if self.model.blocks[block].kind == "embed":
             embedding: list[int] = []
             if self.model.works.embed_backward_reads_weights:
                 visit.fetch, embedding = self.emitter.weights(block)
-            visit.compute = [partial(self._embed_backward, micro, embedding, again) for micro in micros]
+            if self.model.halved(block):
+                visit.fetch = [*visit.fetch, *self._read_gradient(block, again)]
+            visit.compute = [
+                partial(self._embed_backward, block, micro, embedding, again) for micro in micros
+            ]
             return visit
         visit.fetch, weights = self.emitter.weights(block)
         visit.fetch = list(visit.fetch)
@@ -284,9 +356,9 @@ class _Step:
         writes = [dy, gradient, *saved]
         emitter.compute(kind, tokens, reads, writes, block, micro, recompute, again)
 
-    def _embed_backward(self, micro: int, weights: list[int], again: bool) -> None:
-        reads, writes = [*weights, self.output_gradient(micro)], [self.gradient(0, again)]
-        self.emitter.compute(TaskKind.EMBED_BACKWARD, self.tokens[micro], reads, writes, 0, micro)
+    def _embed_backward(self, block: int, micro: int, weights: list[int], again: bool) -> None:
+        reads, writes = [*weights, self.output_gradient(micro)], [self.gradient(block, again)]
+        self.emitter.compute(TaskKind.EMBED_BACKWARD, self.tokens[micro], reads, writes, block, micro)
 
     def norm(self, block: int) -> Op:
         """The sums of squares of a block's gradient."""
@@ -299,20 +371,41 @@ class _Step:
 
     def complete(self, block: int) -> Stream:
         """A block's gradient has its last contribution: its norm, then update or storage."""
-        emitter, plan = self.emitter, self.plan
+        plan = self.plan
         gradient, stream = self.gradient(block), [Piece(None, self.norm(block))]
         if plan.update == "on-backward":
             return [*stream, *self.update(block, gradient)]
         if plan.placement.gradients == "disk":
-            for part, (_, length) in enumerate(self.model.chunks(block)):
-                stored = emitter.resident(BufferKind.GRADIENT_CHUNK, Tier.DISK, block, part)
-                stream.append(Piece(None, self._store_gradient(length, gradient, stored, block, part)))
+            return [*stream, *self._store_gradient(block, gradient)]
         return stream
 
-    def _store_gradient(self, size: int, source: int, stored: int, block: int, part: int) -> Op:
-        return lambda: self.emitter.disk_task(
-            TaskKind.WRITE_GRADIENT, size, [source], [stored], block, part=part
-        )
+    def _store_gradient(self, block: int, source: int) -> Stream:
+        """A whole gradient to disk, chunk by chunk."""
+
+        def write(size: int, stored: int, part: int) -> Op:
+            return lambda: self.emitter.disk_task(
+                TaskKind.WRITE_GRADIENT, size, [source], [stored], block, part=part
+            )
+
+        return [Piece(None, write(*chunk)) for chunk in self._gradient_chunks(block)]
+
+    def _read_gradient(self, block: int, again: bool) -> Stream:
+        """What the head left on disk, to where the embedding adds its own."""
+        target = self.gradient(block, again)
+
+        def read(size: int, stored: int, part: int) -> Op:
+            return lambda: self.emitter.disk_task(
+                TaskKind.READ_GRADIENT, size, [stored], [target], block, part=part
+            )
+
+        return [Piece(read(*chunk), None) for chunk in self._gradient_chunks(block)]
+
+    def _gradient_chunks(self, block: int) -> list[tuple[int, int, int]]:
+        """(bytes, place on disk, number) of each."""
+        return [
+            (size, self.emitter.resident(BufferKind.GRADIENT_CHUNK, Tier.DISK, block, part), part)
+            for part, (_, size) in enumerate(self.model.chunks(block))
+        ]
 
     def update(self, block: int, gradient: int | None) -> Stream:
         """The rule outside a forward fetch; compute weights that are kept are renewed too."""
@@ -338,8 +431,8 @@ class _Step:
 
     def visits(self, commit: bool) -> list[Visit]:
         """All visits in order, with the aftermath of the last contribution to each gradient."""
-        count, layers = len(self.tokens), range(1, self.head)
-        every = list(range(count))
+        blocks, every = self.model.blocks, list(range(len(self.tokens)))
+        passed = [block.index for block in blocks if block.kind in ("embed", "layer", "experts")]
         resident = self.plan.placement.state == "ram"
         if self.plan.numerics.clip is not None and self.plan.update != "on-fetch":
             self.clip_scale = self.emitter.ram(BufferKind.SCALE, PAGE)
@@ -347,44 +440,56 @@ class _Step:
         visits: list[Visit] = []
         for number, micros in enumerate(groups):
             last = number == len(groups) - 1
-            visits += [self.forward(block, micros) for block in range(self.head)]
+            visits += [self.forward(block, micros) for block in passed]
+            visits += self.loss(micros)
             if self.model.two_passes:
                 continue
-            head = self.loss(micros, False)
+            backward = self.head_backward(micros, False)
             if self.pending and commit and not resident and number == 0:
-                head.fetch = [*head.fetch, *self.emitter.commit()]
-            if last:
-                head.after += self.complete(self.head)
-            visits.append(head)
-            for block in reversed(layers):
-                visit = self.backward(block, micros, False)
-                if last:
-                    visit.after += self.complete(block)
+                # With the last pending update.
+                update = visits[-1] if self.model.cut else backward[0][0]
+                update.fetch = [*update.fetch, *self.emitter.commit()]
+            backward += self.layers_backward(micros, False)
+            for visit, block in backward:
+                if last and block >= 0:
+                    visit.after = [*visit.after, *self.complete(block)]
                 visits.append(visit)
         if self.model.two_passes:
             visits += self.two_passes(every)
         else:
-            # The embedding's contributions come last, so that a tied gradient adds up in one order.
-            embed = self.backward(0, every, False)
-            embed.after += self.complete(0)
-            visits.append(embed)
+            for visit, block in self.embedding_backward(every, False):
+                visit.after = [*visit.after, *self.complete(block)]
+                visits.append(visit)
         if commit and resident:
             self.spread(visits)
         return visits
+
+    def layers_backward(self, micros: list[int], again: bool) -> list[tuple[Visit, int]]:
+        """From the last layer to the first, each with its block."""
+        layers = [block.index for block in self.model.blocks if block.layer >= 0]
+        return [(self.backward(block, micros, again), block) for block in reversed(layers)]
+
+    def embedding_backward(self, micros: list[int], again: bool) -> list[tuple[Visit, int]]:
+        """The embedding's contributions, which come last, so that a tied gradient adds up in one order."""
+        return [(self.backward(block, micros, again), block) for block in reversed(self.model.embedding)]
 
     def two_passes(self, micros: list[int]) -> list[Visit]:
         """Backward for the norm alone, the clip factor, and backward again with updates (LOMO: Lv et
         al. 2023, arXiv:2306.09782, section 3.3): no two blocks' gradients are there at once."""
         visits: list[Visit] = []
         for again in (False, True):
-            for block in reversed(range(len(self.model.blocks))):
-                visit = self.backward(block, micros, again) if block < self.head else self.loss(micros, again)
+            backward = self.head_backward(micros, again)
+            backward += self.layers_backward(micros, again)
+            backward += self.embedding_backward(micros, again)
+            for visit, block in backward:
+                visits.append(visit)
+                if block < 0:
+                    continue
                 if again:
-                    visit.after += self.update(block, self.gradient(block, again))
+                    visit.after = [*visit.after, *self.update(block, self.gradient(block, again))]
                 else:
                     # Not in the aftermath, which would come after the clip factor.
                     visit.compute.append(self.norm(block))
-                visits.append(visit)
             if not again:
                 visits[-1].compute.append(self.clip)
         return visits
@@ -395,7 +500,7 @@ class _Step:
         on_fetch = self.plan.update == "on-fetch"
         blocks = [block.index for block in self.model.blocks]
         if self.plan.update == "on-backward":
-            blocks.reverse()
+            blocks = self._completed()
         waiting = [
             (self._visit_of_update(block, len(visits)), piece)
             for block in blocks
@@ -420,7 +525,17 @@ class _Step:
         """The visit with a block's update; `visits`: it comes after them all."""
         if self.plan.update == "on-fetch":
             return block
-        return visits - 1 - block if self.plan.update == "on-backward" else visits
+        if self.plan.update == "after-backward":
+            return visits
+        completed = self._completed()
+        return visits - len(completed) + completed.index(block)
+
+    def _completed(self) -> list[int]:
+        """All blocks in the order in which their gradients are complete: as their last visits come, but
+        for the head's norm, which comes after its parts."""
+        blocks = [block.index for block in self.model.blocks]
+        parts = [block.index for block in self.model.blocks if block.kind == "logits"]
+        return [*reversed(parts), self.head, *(b for b in reversed(blocks[:-1]) if b not in parts)]
 
 
 def build_step(

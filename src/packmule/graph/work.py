@@ -23,6 +23,14 @@ FORWARD = (TaskKind.LAYER_FORWARD, TaskKind.ROUTE_FORWARD)
 BACKWARD = (TaskKind.LAYER_BACKWARD, TaskKind.ROUTE_BACKWARD)
 """Of a layer; of one with experts, its first block."""
 
+EMBED = (TaskKind.EMBED_FORWARD, TaskKind.EMBED_BACKWARD, TaskKind.EMBED_DECODE)
+
+PART = (TaskKind.PART_SCORE, TaskKind.PART_GRADIENT)
+"""Of the head, where the vocabulary is cut."""
+
+INDEX_BYTES = 32
+"""Of a token, while those of a part of the embedding are picked out: their places and rows."""
+
 HEAD_WORKSPACE = 8 << 20
 """Bytes torch may hold outside the arena during a decoder's head: packing of its matrices."""
 
@@ -110,12 +118,26 @@ class DecoderWorks(Works):
             return _bytes(bodies.layer_backward_scratch, shape.layer(block), tokens, types)
         if kind in (TaskKind.HEAD_LOSS, TaskKind.HEAD_EVALUATE):
             return _bytes(bodies.head_scratch, shape, self._chunk(tokens), types, kind == TaskKind.HEAD_LOSS)
+        if kind in PART:
+            rows, gradient = self._rows(block), kind == TaskKind.PART_GRADIENT
+            return _bytes(bodies.part_scratch, shape, rows, self._chunk(tokens), types, gradient)
+        if kind == TaskKind.HEAD_CLOSE:
+            return _bytes(bodies.close_scratch, shape, self._chunk(tokens), types)
+        if kind in EMBED and shape.vocabulary_parts > 1:
+            return _bytes(bodies.embed_part_scratch, shape, tokens, types)
         return 0
+
+    def _rows(self, block: int) -> int:
+        """Of a part of the vocabulary."""
+        return len(self._shape.blocks()[block].tokens)
 
     def workspace(self, kind: TaskKind, block: int, tokens: int) -> int:
         if kind in (*FORWARD, *BACKWARD):
             return bodies.layer_workspace(self._shape.layer(block), tokens, self._types)
-        return HEAD_WORKSPACE if kind in (TaskKind.HEAD_LOSS, TaskKind.HEAD_EVALUATE) else 0
+        if kind in EMBED and self._shape.vocabulary_parts > 1:
+            return INDEX_BYTES * tokens
+        heads = (TaskKind.HEAD_LOSS, TaskKind.HEAD_EVALUATE, *PART, TaskKind.HEAD_CLOSE)
+        return HEAD_WORKSPACE if kind in heads else 0
 
     def seconds(
         self,
@@ -127,10 +149,20 @@ class DecoderWorks(Works):
         recompute: bool = True,
     ) -> float:
         stream = self._shape.stream_bytes(tokens, self._types)
-        if kind == TaskKind.EMBED_FORWARD:
-            return costs.compute(moved=2 * stream)
-        if kind == TaskKind.EMBED_BACKWARD:
-            return costs.compute(moved=4 * stream)
+        parts = self._shape.vocabulary_parts
+        if kind in EMBED:
+            passes = 4 if kind == TaskKind.EMBED_BACKWARD else 2
+            return costs.compute(moved=passes * stream / parts)
+        if kind in PART:
+            rows, item = self._rows(block), ITEMSIZE[self._types.compute]
+            matmul = bodies.head_flops(self._shape, tokens, rows)
+            if kind == TaskKind.PART_SCORE:
+                return costs.compute(matmul, moved=2.0 * tokens * rows * item)
+            moved = 4.0 * tokens * rows * item + 4.0 * stream
+            moved += 3.0 * (tokens / self._chunk(tokens)) * self._planes[block]
+            return costs.compute(3 * matmul, moved=moved)
+        if kind in (TaskKind.HEAD_CLOSE, TaskKind.HEAD_TALLY):
+            return costs.compute(moved=8 * stream)
         if kind == TaskKind.HEAD_EVALUATE:
             return costs.compute(bodies.head_flops(self._shape, tokens))
         if kind == TaskKind.HEAD_LOSS:

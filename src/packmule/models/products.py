@@ -115,6 +115,26 @@ def input_gradient(dy: Tensor, weight: Tensor, out: Tensor, scratch: Scratch, ad
         out[rows].copy_(wide_x)
 
 
+def sum_input_gradients(
+    kernels: Kernels, dy: Tensor, weight: Tensor, total: Tensor, first: bool, scratch: Scratch
+) -> None:
+    """total (+)= dy W, where some of the outputs add to what others left. dy: c [N, O]; weight: c [O, I];
+    total: s [N, I], written where `first`. Products that are narrower go through scratch["dnormed"]
+    c [N, I]."""
+    if "wide_weight" in scratch:
+        for part in _slabs(len(weight), WEIGHT_ROWS):
+            wide_weight = _widen(weight[part], scratch["wide_weight"])
+            for rows in _slabs(len(dy), PRODUCT_ROWS):
+                wide_dy = _widen(dy[rows, part], scratch["wide_y"])
+                _add_product(wide_dy.t(), wide_weight, total[rows], first and part.start == 0)
+    elif total.dtype == dy.dtype:
+        _add_product(dy.t(), weight, total, first)
+    else:
+        narrow = scratch["dnormed"][: len(dy)]
+        torch.mm(dy, weight, out=narrow)
+        kernels.accumulate(total, narrow, first)
+
+
 def weight_gradient(
     kernels: Kernels, dy: Tensor, x: Tensor, grad: Tensor, first: bool, scratch: Scratch
 ) -> None:

@@ -9,13 +9,14 @@ from typing import NamedTuple
 
 from packmule.graph.costs import Costs
 from packmule.graph.kinds import TaskKind
+from packmule.graph.model import PlannedModel
 from packmule.graph.work import works_of
-from packmule.shapes import bodies, experts
+from packmule.shapes import bodies, experts, vocabulary
 from packmule.shapes.layout import TensorSpec, layout
 from packmule.shapes.model import ModelShape
 from packmule.shapes.module import Shape
 from packmule.shapes.state import state_bytes
-from packmule.spec.plan import Numerics, Plan
+from packmule.spec.plan import Numerics, Plan, RuleName
 
 HARD_TO_HIDE = 0.1
 """Share of the disk's time beside the cores that is taken to be exposed all the same."""
@@ -23,7 +24,7 @@ HARD_TO_HIDE = 0.1
 
 @dataclass(frozen=True)
 class Sizes:
-    """Per-model bytes that do not depend on the plan, for one precision and update rule.
+    """Per-model bytes that depend on the plan's numerics only.
 
     Attributes:
         planes, weights, state: of each block: one plane, the compute weights, all planes.
@@ -36,18 +37,24 @@ class Sizes:
     @classmethod
     def of(cls, shape: Shape, numerics: Numerics) -> Sizes:
         """Of a model under these numerics."""
-        types, rule = bodies.DTYPES[numerics.precision], numerics.optimizer.rule
-        blocks = shape.blocks()
-        return cls(
-            tuple(block.layout(types.master).bytes for block in blocks),
-            tuple(block.layout(types.compute).bytes for block in blocks),
-            tuple(state_bytes(rule, block, types.master) for block in blocks),
-        )
+        return _sizes(shape.cut(numerics.vocabulary_parts), numerics.precision, numerics.optimizer.rule)
 
 
-def ram_bound(shape: Shape, plan: Plan, sizes: Sizes) -> int:
+@lru_cache(maxsize=256)
+def _sizes(shape: Shape, precision: str, rule: RuleName) -> Sizes:
+    types, blocks = bodies.DTYPES[precision], shape.blocks()
+    return Sizes(
+        tuple(block.layout(types.master).bytes for block in blocks),
+        tuple(block.layout(types.compute).bytes for block in blocks),
+        tuple(state_bytes(rule, block, types.master) for block in blocks),
+    )
+
+
+def ram_bound(shape: Shape, plan: Plan) -> int:
     """Bytes of the arena that no arrangement of this plan's buffers can avoid."""
     types, place, numerics = bodies.dtypes(plan.numerics), plan.placement, plan.numerics
+    model, sizes = PlannedModel(shape, plan), Sizes.of(shape, numerics)
+    shape = model.shape
     works = works_of(shape, types, numerics.loss_chunk, sizes.planes)
     hidden = shape.hidden if isinstance(shape, ModelShape) else 0  # only experts ask
     tokens = max(numerics.micro_tokens)
@@ -59,18 +66,27 @@ def ram_bound(shape: Shape, plan: Plan, sizes: Sizes) -> int:
     own_weights = 0 if alias or place.weights == "ram" else 1
     # Gradients alive at the head, at the last layer and at the first: those of blocks not yet done
     # with. A tied embedding's begins at the head, another's after the last layer.
-    embedding = sizes.planes[0] if shape.tied else 0
-    at_head = sizes.planes[last] + embedding
+    # Those of its parts that go to disk in between are there one by one.
+    gathers = shape.tied and not model.halved(0)
+    table = sum(sizes.planes[block] for block in model.embedding)
+    embedding = table if gathers else 0
     openings = [block.index for block in shape.blocks() if block.kind == "layer"]
-    at_last, at_first = sizes.planes[openings[-1]] + embedding, sizes.planes[1] + embedding
-    at_group = sizes.planes[last - 1] + embedding
-    at_end = sizes.planes[0]
+    head_planes = sum(sizes.planes[block.index] for block in shape.blocks() if block.layer < 0) - table
+    at_head = sizes.planes[last] + embedding
+    if model.cut:
+        at_head = embedding or sizes.planes[model.head_parts[0]]
+    at_last, at_first = sizes.planes[openings[-1]] + embedding, sizes.planes[openings[0]] + embedding
+    last_group = max(block.index for block in shape.blocks() if block.layer >= 0)
+    at_group = sizes.planes[last_group] + embedding
+    at_end = embedding or sizes.planes[0]
     if place.gradients == "ram" and plan.update == "on-fetch":
         at_head = at_group = at_last = at_first = at_end = total
     elif place.gradients == "ram" and plan.update == "after-backward":
-        at_first, at_end = total - sizes.planes[0] + embedding, total
-        at_last += sizes.planes[last]
-        at_group += sizes.planes[last]
+        at_first, at_end = total - table + embedding, total
+        at_last += head_planes
+        at_group += head_planes
+        if model.cut and not shape.tied:
+            at_head = head_planes - sizes.planes[last]
         if plan.order == "depth" and numerics.micro_tokens.count(tokens) > 1:
             at_head = at_group = at_last = at_first  # from the second micro-batch on all are there
     stream = shape.stream_bytes(tokens, types)
@@ -87,13 +103,28 @@ def ram_bound(shape: Shape, plan: Plan, sizes: Sizes) -> int:
             if place.inputs == "ram":
                 where = _bytes(experts.routed, own, hidden, tokens, types)
                 inputs += where * len(indices) * (step_tokens // tokens)
-    users = (last, 0) if shape.tied else (last,)
-    head = inputs + stream + kept_saved + kept_experts + works.scratch(TaskKind.HEAD_LOSS, last, tokens)
-    head += at_head + own_weights * sum(sizes.weights[b] for b in users)
+    head = inputs + kept_saved + kept_experts + at_head
+    if model.cut:
+        if place.inputs == "disk":
+            head -= inputs  # there may be time to write all of them
+        part = model.head_parts[0]
+        summed = _bytes(vocabulary.gathered, hidden, step_tokens, types)
+        head += layer_inputs + summed + works.scratch(TaskKind.PART_GRADIENT, part, tokens)
+        head += own_weights * (sizes.weights[part] + sizes.weights[last])
+        if plan.io.prefetch and len(model.head_parts) > 2:
+            # The next part is fetched while the one before is stored or updated.
+            least = model.head_parts[-1]
+            head += own_weights * sizes.weights[least]
+            held = place.gradients == "ram" and plan.update != "on-backward"
+            head += 0 if held or embedding else sizes.planes[least]
+    else:
+        users = (last, 0) if shape.tied else (last,)
+        head += stream + works.scratch(TaskKind.HEAD_LOSS, last, tokens)
+        head += own_weights * sum(sizes.weights[b] for b in users)
 
     def at_layer(block: int) -> tuple[int, int]:
-        """(saved, the rest) at a layer's backward."""
-        rest = works.scratch(TaskKind.LAYER_BACKWARD, block, tokens) + stream
+        """(saved, the rest) at a layer's backward; gradients of all micro-batches' outputs are there."""
+        rest = works.scratch(TaskKind.LAYER_BACKWARD, block, tokens) + layer_inputs
         return works.saved(block, tokens), rest + own_weights * sizes.weights[block]
 
     def at_experts(block: int) -> int:
@@ -106,10 +137,10 @@ def ram_bound(shape: Shape, plan: Plan, sizes: Sizes) -> int:
         rest += _bytes(experts.dispatched, own, hidden, tokens, types) + stream
         return rest + inputs + kept_saved + kept_experts + own_weights * sizes.weights[block] + at_group
 
-    (saved_last, layer_last), (saved_first, layer_first) = at_layer(openings[-1]), at_layer(1)
+    (saved_last, layer_last), (saved_first, layer_first) = at_layer(openings[-1]), at_layer(openings[0])
     moments = (
         head,
-        at_experts(last - 1),
+        at_experts(last_group),
         layer_last + inputs + max(saved_last, kept_saved) + at_last,
         layer_first + stream + saved_first + at_first,
         at_end,
@@ -143,10 +174,12 @@ class Busy(NamedTuple):
         return self.alone + max(self.cores, hidden) + HARD_TO_HIDE * hidden
 
 
-def seconds_bound(shape: Shape, plan: Plan, sizes: Sizes, costs: Costs, mean_length: float) -> Busy:
+def seconds_bound(shape: Shape, plan: Plan, costs: Costs, mean_length: float) -> Busy:
     """How long a plan's step keeps the cores and the disk busy."""
     numerics, place = plan.numerics, plan.placement
     types = bodies.dtypes(numerics)
+    model, sizes = PlannedModel(shape, plan), Sizes.of(shape, numerics)
+    shape, last = model.shape, len(sizes.planes) - 1
     works = works_of(shape, types, numerics.loss_chunk, sizes.planes)
     openings = [block.index for block in shape.blocks() if block.kind == "layer"]
     twice = plan.update == "on-backward" and numerics.clip is not None
@@ -169,14 +202,27 @@ def seconds_bound(shape: Shape, plan: Plan, sizes: Sizes, costs: Costs, mean_len
                 matmul = 3 * bodies.experts_flops(layer, tokens, own.count)
                 moved = 3 * bodies.experts_moved(layer, tokens, types, own.count)
                 cores += len(indices) * costs.compute(matmul, moved=moved)
-        ends = seconds(TaskKind.EMBED_BACKWARD, 0) + seconds(TaskKind.HEAD_LOSS, len(sizes.planes) - 1)
-        cores += seconds(TaskKind.EMBED_FORWARD, 0) + ends * (2 if twice else 1)
+        # Parts are as equal as can be; the last one is no larger than any.
+        embed, part = model.embedding[-1], model.head_parts[-1] if model.cut else -1
+        ends = len(model.embedding) * seconds(TaskKind.EMBED_BACKWARD, embed)
+        ends += seconds(TaskKind.HEAD_CLOSE if model.cut else TaskKind.HEAD_LOSS, last)
+        cores += len(model.embedding) * seconds(TaskKind.EMBED_FORWARD, embed)
+        if model.cut:
+            ends += len(model.head_parts) * seconds(TaskKind.PART_GRADIENT, part)
+            cores += len(model.head_parts) * seconds(TaskKind.PART_SCORE, part)
+        cores += ends * (2 if twice else 1)
     total, state = sum(sizes.planes), float(sum(sizes.state))
     cores += costs.compute(moved=2 * state + 1.5 * total)
-    # Layers are fetched twice a pass, embedding and head once; for on-fetch an update serves the first.
+    # Layers are fetched twice a pass, embedding and head once, parts of the head's matrix twice but for
+    # the last of them; for on-fetch an update serves the first.
     passes = 1 if plan.order == "breadth" else len(numerics.micro_rows)
-    times = [passes - 1, *[2 * passes - 1] * (len(sizes.planes) - 2), passes - 1]
-    times[0] += passes if shape.tied else 0
+    once = ("embed", "head")
+    times = [(1 if block.kind in once else 2) * passes - 1 for block in shape.blocks()]
+    if shape.tied:
+        for block in model.embedding:
+            times[block] += (2 if model.cut else 1) * passes
+    if model.cut:
+        times[model.head_parts[-1]] -= passes
 
     def seconds_on_disk(read: float, written: float) -> float:
         return read / costs.read_bytes + written / costs.write_bytes
@@ -190,8 +236,10 @@ def seconds_bound(shape: Shape, plan: Plan, sizes: Sizes, costs: Costs, mean_len
         read += sum(count * size for count, size in zip(times, sizes.weights, strict=True))
         written += sum(sizes.weights)
     if place.gradients == "disk":
-        read, written = read + total, written + total
-        late_read += total
+        moved = 0 if plan.update == "on-backward" else total
+        late_read += moved
+        moved += sum(sizes.planes[block] for block in model.embedding if model.halved(block))
+        read, written = read + moved, written + moved
     disk = seconds_on_disk(read, written)
     if plan.io.prefetch == 0:
         return Busy(cores, disk, disk)

@@ -7,11 +7,15 @@ from itertools import product
 
 from packmule.plan.bounds import Sizes, covering
 from packmule.plan.situation import Situation
+from packmule.shapes.bodies import DTYPES
+from packmule.shapes.layout import ITEMSIZE
 from packmule.shapes.model import ModelShape
 from packmule.shapes.module import ModuleShape, Shape
-from packmule.spec.plan import Io, Numerics, Placement, Plan, Update
+from packmule.spec.plan import Io, Numerics, Placement, Plan, Precision, Update
 
 LOSS_CHUNKS = (512, 128)
+PART_BYTES = (64 << 20, 16 << 20)
+"""Most bytes of one plane of a part of the vocabulary, where it is cut."""
 CHUNK_BYTES = (4 << 20, 1 << 20)
 
 MOST_READ_AHEAD = 64 << 20
@@ -49,14 +53,28 @@ def numerics_choices(situation: Situation) -> list[Numerics]:
                 choices.append(base.model_copy(update={"micro_rows": micro_rows, "loss_chunk": 1}))
             continue
         tokens = max(micro_rows) * base.max_seq_length
-        for chunk in sorted({min(chunk, tokens) for chunk in LOSS_CHUNKS}, reverse=True):
-            choices.append(base.model_copy(update={"micro_rows": micro_rows, "loss_chunk": chunk}))
+        chunks = sorted({min(chunk, tokens) for chunk in LOSS_CHUNKS}, reverse=True)
+        known = situation.vocabulary_parts
+        for parts in cuts(shape, base.precision) if known is None else [known]:
+            # A part's logits are few: a chunk need not be short as well.
+            for chunk in chunks if parts == 1 else chunks[:1]:
+                changes = {"micro_rows": micro_rows, "loss_chunk": chunk, "vocabulary_parts": parts}
+                choices.append(base.model_copy(update=changes))
     return choices
 
 
-def placements(situation: Situation, update: Update, low_precision: bool) -> list[Placement]:
+def cuts(shape: ModelShape, precision: Precision) -> list[int]:
+    """Into how many parts a vocabulary may be cut: one, or as many as make them small."""
+    table = shape.vocab * shape.hidden * ITEMSIZE[DTYPES[precision].master]
+    return sorted({1, *(-(-table // size) for size in PART_BYTES)})
+
+
+def placements(situation: Situation, update: Update, numerics: Numerics) -> list[Placement]:
     """Placements that are not beaten by another one in both memory and time."""
-    wishes = situation.wishes
+    wishes, low_precision = situation.wishes, numerics.precision == "bf16-mixed"
+    # Of a tied vocabulary in parts, the head's gradients wait for the embedding's.
+    cut = numerics.vocabulary_parts > 1
+    waits, free = cut and situation.shape.tied, cut and situation.vocabulary_parts is None
     found = []
     for state, weights, gradients, inputs in product(
         ("ram", "disk"), ("state", "ram", "disk"), ("ram", "disk"), ("ram", "disk")
@@ -79,8 +97,13 @@ def placements(situation: Situation, update: Update, low_precision: bool) -> lis
             continue  # a cast is cheaper than a read
         if state == "ram" and inputs == "disk" and open_inputs:
             continue  # state is the bigger saving
-        if update == "on-backward" and gradients == "disk":
+        if update == "on-backward" and gradients == "disk" and not waits:
             continue  # nothing to keep
+        if free and state == "ram" and wishes.state == "auto":
+            continue  # all of the vocabulary is in RAM anyway
+        kept = gradients == "ram" and (update != "on-backward" or waits)
+        if free and kept and wishes.gradients == "auto":
+            continue  # all of its gradient is
         found.append(Placement(state=state, weights=weights, gradients=gradients, inputs=inputs))
     return found
 
@@ -98,6 +121,8 @@ def allowed(plan: Plan) -> bool:
         return False  # the same as breadth
     if plan.order == "depth" and plan.update == "on-backward":
         return False
+    if plan.order == "depth" and plan.numerics.vocabulary_parts > 1:
+        return False  # all parts' gradients would be held
     # Depth-first: an accumulating gradient is in use until the last micro-batch.
     return not (plan.order == "depth" and plan.placement.gradients == "disk")
 
@@ -120,10 +145,9 @@ def recompute_choices(layers: int, wanted: bool | None) -> list[tuple[bool, ...]
 
 def candidates(situation: Situation) -> Iterator[Plan]:
     """Plans without predictions, in a fixed order."""
-    low = situation.numerics.precision == "bf16-mixed"
-    sizes = Sizes.of(situation.shape, situation.numerics)
     for numerics, update in product(numerics_choices(situation), updates(situation)):
-        for placement in placements(situation, update, low):
+        sizes = Sizes.of(situation.shape, numerics)
+        for placement in placements(situation, update, numerics):
             orders = ("breadth", "depth")
             for order, recompute in product(
                 orders, recompute_choices(situation.shape.layers, situation.recompute)

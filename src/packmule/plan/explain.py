@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from packmule.graph.model import PlannedModel
 from packmule.plan.bounds import Sizes
 from packmule.plan.search import Found
 from packmule.plan.situation import Situation
@@ -48,6 +49,8 @@ def decisions(shape: Shape, plan: Plan) -> list[tuple[str, str]]:
     }
     if plan.update == "on-backward":
         gradients = f"one block at a time, at most {format_bytes(max(sizes.planes))} in RAM"
+        if PlannedModel(shape, plan).halved(0):
+            gradients += "; the head's of the vocabulary on disk until the embedding adds its own"
     else:
         gradients = f"{format_bytes(planes)} {_where(place.gradients)}"
     rows = [
@@ -61,6 +64,7 @@ def decisions(shape: Shape, plan: Plan) -> list[tuple[str, str]]:
             f"{_rows(shape, numerics)}{_micro(plan)}",
         ),
         ("state", f"{state} ({_KEPT[numerics.optimizer.rule]})"),
+        *_vocabulary(shape, numerics),
         ("weights", sources[place.weights]),
         ("gradients", gradients),
         ("activations", _activations(plan)),
@@ -77,6 +81,17 @@ def decisions(shape: Shape, plan: Plan) -> list[tuple[str, str]]:
             )
         )
     return rows
+
+
+def _vocabulary(shape: Shape, numerics: Numerics) -> list[tuple[str, str]]:
+    """How it is cut, where it is."""
+    parts = numerics.vocabulary_parts
+    if isinstance(shape, ModuleShape) or parts == 1:
+        return []
+    planes = Sizes.of(shape, numerics).planes
+    most = max(planes[block.index] for block in shape.cut(parts).blocks() if block.tokens)
+    how = f"in {parts} parts of at most {format_bytes(most)}, so that it need not fit at once"
+    return [("vocabulary", f"{how} (the head computes its logits twice)")]
 
 
 def _rows(shape: Shape, numerics: Numerics) -> str:

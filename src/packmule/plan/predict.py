@@ -37,6 +37,8 @@ PART_NAMES = {
     BufferKind.MIXED: "activations",
     BufferKind.DISPATCHED: "activations",
     BufferKind.BALANCE: "scratch",
+    BufferKind.SCORES: "scratch",
+    BufferKind.GATHERED: "activations",
 }
 
 

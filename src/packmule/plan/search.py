@@ -93,22 +93,21 @@ def search(situation: Situation) -> Found:
 
 def _search(situation: Situation, simulations: int = SIMULATIONS) -> Found | None:
     """Look closely at the most promising candidates; complete the fastest whose phases all fit."""
-    sizes = Sizes.of(situation.shape, situation.numerics)
     room = situation.budget_bytes - baseline(situation) - STAGING_BYTES
     possible = 0
     order: list[_Ranked] = []
     for plan in candidates(situation):
         possible += 1
-        if ram_bound(situation.shape, plan, sizes) + batch_bytes(situation.shape, plan) > room:
+        if ram_bound(situation.shape, plan) + batch_bytes(situation.shape, plan) > room:
             continue
-        busy = seconds_bound(situation.shape, plan, sizes, situation.costs, situation.mean_length)
+        busy = seconds_bound(situation.shape, plan, situation.costs, situation.mean_length)
         order.append(_Ranked(busy.estimate, len(order), max(busy), plan))
     order.sort(key=lambda item: item[:2])
     complete: list[Plan] = []
     simulated = 0
     # A step that fits may have a phase beside it that does not: then the next candidates are looked at.
     while not complete and simulated < len(order):
-        fitting, simulated = _closely(situation, sizes, order, simulated, simulations)
+        fitting, simulated = _closely(situation, order, simulated, simulations)
         for _, _, plan in sorted(fitting, key=lambda item: item[:2]):
             whole = _complete(situation, plan)
             if whole is not None and whole not in complete:
@@ -130,7 +129,7 @@ class _Ranked(NamedTuple):
 
 
 def _closely(
-    situation: Situation, sizes: Sizes, order: Sequence[_Ranked], start: int, simulations: int
+    situation: Situation, order: Sequence[_Ranked], start: int, simulations: int
 ) -> tuple[list[tuple[float, int, Plan]], int]:
     """Simulate some candidates, and cut the streams of the fastest otherwise.
 
@@ -146,7 +145,7 @@ def _closely(
         seconds, ram = step_only(situation, plan)
         if ram > situation.budget_bytes:
             return False
-        fitting.append((_with_commits(situation, plan, sizes, seconds), number, plan))
+        fitting.append((_with_commits(situation, plan, seconds), number, plan))
         return True
 
     def best() -> tuple[float, int, Plan]:
@@ -188,8 +187,7 @@ def _cuts(plan: Plan) -> list[list[Plan]]:
 
 def _complete(situation: Situation, plan: Plan) -> Plan | None:
     """The plan with commit interval and predictions, or None if another phase does not fit."""
-    sizes = Sizes.of(situation.shape, plan.numerics)
-    steps = _commit_steps(situation, plan, sizes)
+    steps = _commit_steps(situation, plan)
     plan = plan.model_copy(update={"checkpoint": plan.checkpoint.model_copy(update={"commit_steps": steps})})
     predicted = predict(situation, plan)
     if predicted.peak_ram_bytes > situation.budget_bytes:
@@ -197,30 +195,33 @@ def _complete(situation: Situation, plan: Plan) -> Plan | None:
     return plan.model_copy(update={"predicted": predicted})
 
 
-def _commit_steps(situation: Situation, plan: Plan, sizes: Sizes) -> int:
+def _commit_steps(situation: Situation, plan: Plan) -> int:
     """How often state in RAM is written: so rarely that it takes COMMIT_SHARE of the time."""
     if not situation.commit_auto:
         return plan.checkpoint.commit_steps
     if plan.placement.state == "disk":
         return 1
-    cost = situation.costs.write(sum(sizes.state))
-    bound = seconds_bound(situation.shape, plan, sizes, situation.costs, situation.mean_length)
+    cost = situation.costs.write(_state_bytes(situation, plan))
+    bound = seconds_bound(situation.shape, plan, situation.costs, situation.mean_length)
     return min(max(1, round(cost / (COMMIT_SHARE * max(bound)))), max(1, situation.total_steps))
 
 
-def _with_commits(situation: Situation, plan: Plan, sizes: Sizes, seconds: float) -> float:
+def _with_commits(situation: Situation, plan: Plan, seconds: float) -> float:
     """Mean seconds of a step: where resident state is written, it lasts at least as long as that takes."""
     if plan.placement.state == "disk":
         return seconds
-    cost = situation.costs.write(sum(sizes.state))
-    return seconds + max(0.0, cost - seconds) / _commit_steps(situation, plan, sizes)
+    cost = situation.costs.write(_state_bytes(situation, plan))
+    return seconds + max(0.0, cost - seconds) / _commit_steps(situation, plan)
+
+
+def _state_bytes(situation: Situation, plan: Plan) -> int:
+    return sum(Sizes.of(situation.shape, plan.numerics).state)
 
 
 def _by_bound(situation: Situation) -> list[tuple[int, int, Plan]]:
     """(bytes that it needs at least, index, plan) of every candidate, the least first."""
-    sizes = Sizes.of(situation.shape, situation.numerics)
     bounds = (
-        (ram_bound(situation.shape, plan, sizes) + batch_bytes(situation.shape, plan), index, plan)
+        (ram_bound(situation.shape, plan) + batch_bytes(situation.shape, plan), index, plan)
         for index, plan in enumerate(candidates(situation))
     )
     return sorted(bounds, key=lambda item: item[:2])

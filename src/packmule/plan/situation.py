@@ -47,6 +47,7 @@ class Situation:
         numerics: what fixes bits, with `micro_rows` and `loss_chunk` still open unless `fixed`.
         fixed: numerics may not be chosen (a run is resumed).
         micro_rows: rows of a micro-batch asked for, or None for any.
+        vocabulary_parts: those that the state on disk has already, or None for any.
         recompute: True or False for all layers, or None for any.
         update: the update mode asked for, or None.
         wishes: placements asked for.
@@ -78,4 +79,5 @@ class Situation:
     sample_tokens: int
     disk_free_bytes: int
     total_steps: int
+    vocabulary_parts: int | None = None
     smaller: Callable[[], Smaller | None] = field(default=_nothing, compare=False)

@@ -201,6 +201,54 @@ def head_scratch(shape: ModelShape, chunk: int, types: Dtypes, train: bool) -> t
     )
 
 
+SLAB_ELEMENTS = 1 << 18
+"""Logits of a part of the vocabulary that become gradients at once: 1 MB stays in cache."""
+
+
+def part_scratch(
+    shape: ModelShape, rows: int, chunk: int, types: Dtypes, gradient: bool
+) -> tuple[TensorSpec, ...]:
+    """Temporaries of the head for one loss chunk and `rows` rows of the vocabulary.
+
+    Args:
+        gradient: of its second visit, which takes gradients.
+    """
+    c, s = types.compute, types.statistic
+    matrices = [(min(rows, WEIGHT_ROWS), shape.hidden)]
+    forward = (
+        TensorSpec("normed", (chunk, shape.hidden), c),
+        *shape.norm.saved("norm", chunk, s),
+        TensorSpec("logits", (chunk, rows), c),
+        TensorSpec("loss", (chunk,), s),
+        *_wide(matrices, chunk, types),
+    )
+    if not gradient:
+        return forward
+    slab = min(chunk, max(1, SLAB_ELEMENTS // rows))
+    return (
+        *forward,
+        TensorSpec("dnormed", (chunk, shape.hidden), c),
+        TensorSpec("slab", (slab * rows,), s),
+        *((TensorSpec("capped", (chunk, rows), c),) if shape.variant.logit_cap else ()),
+        *_weight_gradient(matrices, types),
+    )
+
+
+def close_scratch(shape: ModelShape, chunk: int, types: Dtypes) -> tuple[TensorSpec, ...]:
+    """Temporaries of the final norm's backward for one loss chunk, where the vocabulary is cut."""
+    c = types.compute
+    return (
+        TensorSpec("normed", (chunk, shape.hidden), c),
+        *shape.norm.saved("norm", chunk, types.statistic),
+        TensorSpec("dnormed", (chunk, shape.hidden), c),
+    )
+
+
+def embed_part_scratch(shape: ModelShape, tokens: int, types: Dtypes) -> tuple[TensorSpec, ...]:
+    """Rows on their way from or to a part of the embedding."""
+    return (TensorSpec("rows", (min(tokens, PRODUCT_ROWS), shape.hidden), types.compute),)
+
+
 def decode_scratch(layer: LayerShape, tokens: int, positions: int, types: Dtypes) -> tuple[TensorSpec, ...]:
     """Temporaries of a layer when generating: at most `tokens` at once over a cache of `positions`.
     Nothing is widened: with so few tokens that costs more than it saves."""
@@ -214,12 +262,12 @@ def decode_scratch(layer: LayerShape, tokens: int, positions: int, types: Dtypes
     )
 
 
-def head_decode_scratch(shape: ModelShape, types: Dtypes) -> tuple[TensorSpec, ...]:
-    """Temporaries of one token's logits."""
+def head_decode_scratch(shape: ModelShape, rows: int, types: Dtypes) -> tuple[TensorSpec, ...]:
+    """Temporaries of one token's logits of `rows` rows of the vocabulary."""
     return (
         TensorSpec("normed", (1, shape.hidden), types.compute),
         *shape.norm.saved("norm", 1, types.statistic),
-        TensorSpec("logits", (1, shape.vocab), types.compute),
+        TensorSpec("logits", (1, rows), types.compute),
     )
 
 
@@ -268,10 +316,10 @@ def packed_bytes(shape: ModelShape, numerics: Numerics) -> int:
         return 0
     item, most = ITEMSIZE[types.product], max(numerics.micro_tokens)
     found = 0
-    for block in shape.blocks():
+    for block in shape.cut(numerics.vocabulary_parts).blocks():
         if block.kind == "embed" and not shape.tied:
             continue  # rows are looked up
-        tokens = min(most, numerics.loss_chunk) if block.kind in ("embed", "head") else most
+        tokens = min(most, numerics.loss_chunk) if block.kind in ("embed", "logits", "head") else most
         for parameter in block.parameters:
             if len(parameter.shape) != 2:
                 continue
@@ -311,6 +359,6 @@ def experts_flops(layer: LayerShape, tokens: int, experts: int) -> float:
     return layer.experts.group_flops(layer.hidden, tokens, experts) if layer.experts else 0.0
 
 
-def head_flops(shape: ModelShape, tokens: int) -> float:
-    """FLOPs of the logits; their backward takes twice as many."""
-    return 2.0 * tokens * shape.vocab * shape.hidden
+def head_flops(shape: ModelShape, tokens: int, rows: int | None = None) -> float:
+    """FLOPs of the logits, or of those of `rows` rows; their backward takes twice as many."""
+    return 2.0 * tokens * (rows or shape.vocab) * shape.hidden

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, Any
 
 from packmule.errors import ConfigError
@@ -16,6 +16,7 @@ from packmule.shapes.layer import PLAIN, LayerKind, LayerShape, Norm, Variant
 from packmule.shapes.layout import ITEMSIZE
 from packmule.shapes.mlp import Mlp
 from packmule.shapes.rope import Rope
+from packmule.shapes.vocabulary import cut_blocks
 
 if TYPE_CHECKING:
     from packmule.shapes.bodies import Dtypes
@@ -32,6 +33,7 @@ class ModelShape:
         family: its model_type.
         variant: what sets its layers apart from Llama's.
         kinds: what differs from layer to layer, one per layer; none where nothing does.
+        vocabulary_parts: blocks that embedding and head are each cut into (packmule.shapes.vocabulary).
     """
 
     vocab: int
@@ -48,6 +50,7 @@ class ModelShape:
     family: str = "llama"
     variant: Variant = PLAIN
     kinds: tuple[LayerKind, ...] = ()
+    vocabulary_parts: int = 1
 
     @classmethod
     def from_config(cls, values: Mapping[str, Any], source: str) -> ModelShape:
@@ -115,6 +118,10 @@ class ModelShape:
         )
         return replace(self, kinds=kinds)
 
+    def cut(self, parts: int) -> ModelShape:
+        """The same model with its vocabulary in so many parts."""
+        return self if parts == self.vocabulary_parts else _cut(self, parts)
+
     @property
     def norm(self) -> Norm:
         """Every norm's form."""
@@ -161,11 +168,18 @@ class ModelShape:
         return self.layer_shapes[self._blocks[block].layer]
 
     def blocks(self) -> tuple[Block, ...]:
-        """Embed, layers (those with experts in several blocks), head, in forward order."""
+        """Embed, layers (those with experts in several blocks), head, in forward order. Where the
+        vocabulary is cut, embed and head are several blocks too."""
         return self._blocks
 
     @cached_property
     def _blocks(self) -> tuple[Block, ...]:
+        if self.vocabulary_parts == 1:
+            return self._whole_blocks
+        return cut_blocks(self._whole_blocks, self.vocabulary_parts)
+
+    @cached_property
+    def _whole_blocks(self) -> tuple[Block, ...]:
         head = [*self.norm.parameters("norm", self.hidden)]
         if not self.tied:
             head.append(Parameter("weight", (self.vocab, self.hidden), "matrix"))
@@ -192,6 +206,12 @@ class ModelShape:
     def numel(self) -> int:
         """Trainable parameters, tied ones counted once."""
         return sum(block.numel for block in self.blocks())
+
+
+@lru_cache(maxsize=256)
+def _cut(shape: ModelShape, parts: int) -> ModelShape:
+    """Asked for by every plan that is looked at, and its blocks are made once."""
+    return replace(shape, vocabulary_parts=parts)
 
 
 def _ffn(config: Config, factor: int | None, hidden: int) -> int:

@@ -121,6 +121,10 @@ class ModuleShape(Record):
         """Never: a parameter belongs to one block."""
         return False
 
+    def cut(self, parts: int) -> ModuleShape:
+        """Itself: modules have no vocabulary."""
+        return self
+
     @property
     def most_rows(self) -> int:
         """The largest micro-batch that was measured."""

@@ -59,6 +59,9 @@ class Numerics(Record):
     growth: Growth | None = Field(default=None, description="batch warm-up; null: every step is whole")
     max_seq_length: int
     loss_chunk: int = Field(description="tokens whose logits exist at once")
+    vocabulary_parts: int = Field(
+        default=1, ge=1, description="blocks that embedding and head are each cut into"
+    )
     clip: float | None
     router_aux_loss_coef: float | None = Field(
         default=None, description="factor of the load-balancing loss; null: the model's own"

@@ -190,6 +190,8 @@ class _Start:
             job, shape, hardware, budget, report, numerics,
             found.head is not None and not self.renumber, positions,
         )  # fmt: skip
+        if found.head is not None:
+            situation = replace(situation, vocabulary_parts=numerics.vocabulary_parts)
         tokenizer = 0
         if isinstance(shape, ModelShape):
             situation = replace(situation, smaller=lambda: smaller_vocabulary(job, folder))

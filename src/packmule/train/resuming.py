@@ -107,9 +107,11 @@ def numerics_of(found: Found, job: Job, fresh: Numerics, renumber: bool) -> Nume
     Raises:
         ConfigError: this machine or job would round otherwise, and `renumber` is not given.
     """
-    if found.head is None or renumber:
+    if found.head is None:
         return fresh
     kept = found.head.numerics
+    if renumber:  # the state on disk stays as it is cut
+        return fresh.model_copy(update={"vocabulary_parts": kept.vocabulary_parts})
     differing = [str(change) for change in computed_changes(found, job, fresh)]
     if differing:
         raise ConfigError(

@@ -38,8 +38,8 @@ class TextSubject(Subject):
 
     def __init__(self, request: Request, folder: RunFolder, plan: Plan) -> None:
         self._request, self._folder, self._plan = request, folder, plan
-        shape = folder.decoder_shape().balanced(plan.numerics.router_aux_loss_coef)
-        self.shape = self._shape = shape
+        self._shape = folder.decoder_shape().balanced(plan.numerics.router_aux_loss_coef)
+        self.shape = self._shape.cut(plan.numerics.vocabulary_parts)
         self.record = folder.model_config()
         self._data = open_data(Path(request.data))
         tokenizer = TextTokenizer.from_folder(folder.model) if request.sample_ids else None

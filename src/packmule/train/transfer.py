@@ -4,18 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from types import TracebackType
-from typing import Any, Protocol, Self
+from typing import Any, NamedTuple, Protocol, Self
 
 import numpy as np
 
 from packmule.checkpoint.head import Progress
+from packmule.checkpoint.layout import StateLayout
 from packmule.checkpoint.reader import StateReader
 from packmule.checkpoint.store import StateStore
 from packmule.errors import DataError
 from packmule.models.weights.rows import Tensors
-from packmule.shapes.layout import ITEMSIZE
+from packmule.shapes.layout import ITEMSIZE, Entry
 from packmule.shapes.model import Block, Parameter
 from packmule.shapes.module import Shape
+from packmule.shapes.vocabulary import whole_name
 from packmule.tiers.disk import aligned_buffer
 
 Report = Callable[[int, int], None]
@@ -52,11 +54,11 @@ class RunSource:
         Raises:
             DataError: a block or tensor is missing, of another shape, or not of this model.
         """
-        found = [
-            [(entry.name, entry.shape) for entry in block.tensors.entries]
-            for block in self._reader.layout.blocks
-        ]
-        wanted = [[(p.name, p.shape) for p in block.parameters] for block in shape.blocks()]
+        found = {
+            name: (sum(piece.rows for piece in pieces), *pieces[0].entry.shape[1:])
+            for name, pieces in _pieces(self._reader.layout).items()
+        }
+        wanted = {(block.name, p.name): p.shape for block in shape.cut(1).blocks() for p in block.parameters}
         if found != wanted:
             raise DataError(
                 f"{self._reader.folder} does not hold the weights of its own model's architecture.",
@@ -144,18 +146,44 @@ def exporter(reader: StateReader, check: Callable[[], None] = lambda: None) -> T
     Args:
         check: called for each chunk; may raise to stop.
     """
-    dtype = _NUMPY[reader.layout.dtype]
+    layout = reader.layout
+    dtype, pieces = _NUMPY[layout.dtype], _pieces(layout)
 
     def tensors(block: Block, parameter: Parameter) -> Iterator[np.ndarray]:
-        layout = reader.layout
-        entry = layout.blocks[block.index].tensors[parameter.name]
         room = aligned_buffer(layout.chunk_bytes)
-        stop = entry.offset + entry.bytes
-        for index in range(entry.offset // layout.chunk_bytes, -(-stop // layout.chunk_bytes)):
-            check()
-            reader.read(block.index, index, room)
-            low = index * layout.chunk_bytes
-            piece = room[max(0, entry.offset - low) : min(layout.chunk_bytes, stop - low)]
-            yield np.frombuffer(piece, dtype)
+        first = block.first_row(parameter.name)
+        for piece in pieces[block.whole.name, parameter.name]:
+            offset, row = piece.entry.offset, piece.entry.bytes // piece.rows
+            # What is asked for may be a part of a vocabulary, and so may what is there.
+            end = first + parameter.shape[0] if block.tokens else piece.first + piece.rows
+            start = offset + min(max(first - piece.first, 0), piece.rows) * row
+            stop = offset + min(max(end - piece.first, 0), piece.rows) * row
+            for index in range(start // layout.chunk_bytes, -(-stop // layout.chunk_bytes)):
+                check()
+                reader.read(piece.block, index, room)
+                low = index * layout.chunk_bytes
+                yield np.frombuffer(room[max(0, start - low) : min(layout.chunk_bytes, stop - low)], dtype)
 
     return tensors
+
+
+class _Piece(NamedTuple):
+    """Where some rows of a parameter lie: from row `first` on, in a tensor of a block."""
+
+    first: int
+    block: int
+    entry: Entry
+
+    @property
+    def rows(self) -> int:
+        return self.entry.shape[0] if self.entry.shape else 1
+
+
+def _pieces(layout: StateLayout) -> dict[tuple[str, str], list[_Piece]]:
+    """(whole block, parameter) -> its pieces in order; several where the vocabulary is cut."""
+    found: dict[tuple[str, str], list[_Piece]] = {}
+    for index, block in enumerate(layout.blocks):
+        for entry in block.tensors.entries:
+            pieces = found.setdefault((whole_name(block.name), entry.name), [])
+            pieces.append(_Piece(sum(piece.rows for piece in pieces), index, entry))
+    return found

@@ -108,4 +108,13 @@ def random_plans(rng: random.Random, situation: Situation, count: int) -> list[P
         )
         for _ in plans
     ]
-    return [plan.model_copy(update={"io": io}) for plan, io in zip(plans, cuts, strict=True)]
+    return [
+        plan.model_copy(update={"io": io, "numerics": _cut(rng, plan)})
+        for plan, io in zip(plans, cuts, strict=True)
+    ]
+
+
+def _cut(rng: random.Random, plan: Plan) -> Numerics:
+    """The plan's numerics, where that is allowed at times with the vocabulary in parts."""
+    parts = rng.choice((1, rng.randint(2, 9))) if plan.order == "breadth" else 1
+    return plan.numerics.model_copy(update={"vocabulary_parts": parts})

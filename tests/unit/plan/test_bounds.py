@@ -10,7 +10,7 @@ from packmule.graph.kinds import Tier
 from packmule.graph.model import PlannedModel
 from packmule.graph.simulate import simulate
 from packmule.graph.training import build_step
-from packmule.plan.bounds import Sizes, ram_bound, seconds_bound
+from packmule.plan.bounds import ram_bound, seconds_bound
 
 
 def test_no_step_is_smaller_or_faster_than_its_bounds(seed: int) -> None:
@@ -18,15 +18,14 @@ def test_no_step_is_smaller_or_faster_than_its_bounds(seed: int) -> None:
     tightest = 0.0
     for _ in range(12):
         situation = make_situation(rng)
-        sizes = Sizes.of(situation.shape, situation.numerics)
         for plan in random_plans(rng, situation, 5):
             pending = plan.update == "on-fetch"
             model = PlannedModel(situation.shape, plan)
             graph = build_step(model, situation.costs, situation.mean_length, pending=pending)
             arena = graph.extent(Tier.RAM)
-            bound = ram_bound(situation.shape, plan, sizes)
+            bound = ram_bound(situation.shape, plan)
             assert bound <= arena, plan
             tightest = max(tightest, bound / arena)
-            busy = seconds_bound(situation.shape, plan, sizes, situation.costs, situation.mean_length)
+            busy = seconds_bound(situation.shape, plan, situation.costs, situation.mean_length)
             assert max(busy) <= simulate(graph).seconds * (1 + 1e-9), plan
     assert tightest > 0.7  # a bound of nothing would hold too

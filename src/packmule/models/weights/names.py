@@ -109,17 +109,23 @@ NAMES = {
 
 
 class HfTensor(NamedTuple):
-    """One tensor of a Hugging Face folder and the parameters whose rows it holds, in order."""
+    """One tensor of a Hugging Face folder and the parameters whose rows it holds, in order.
+
+    Attributes:
+        first, total: of a part of a vocabulary: where its rows begin, and how many the tensor has.
+    """
 
     name: str
     parameters: tuple[Parameter, ...]
     transposed: bool
+    first: int = 0
+    total: int = 0
 
     @property
     def whole(self) -> tuple[int, ...]:
         """Its shape, not transposed."""
         first = self.parameters[0].shape
-        return (sum(p.shape[0] for p in self.parameters), *first[1:])
+        return (self.total or sum(p.shape[0] for p in self.parameters), *first[1:])
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -128,7 +134,7 @@ class HfTensor(NamedTuple):
 
     def rows(self, parameter: Parameter) -> slice:
         """Where a parameter's rows lie in `whole`."""
-        start = 0
+        start = self.first
         for other in self.parameters:
             if other == parameter:
                 return slice(start, start + other.shape[0])
@@ -138,25 +144,32 @@ class HfTensor(NamedTuple):
 
 def hf_name(block: Block, parameter: Parameter) -> str:
     """The name of the Hugging Face tensor that holds a block's own parameter."""
-    names = NAMES[block.family]
+    names, kind = NAMES[block.family], block.whole.kind
     stem, _, suffix = parameter.name.rpartition(".")
     if block.kind == "layer":
         return f"{names.layers}.{block.layer}.{names.layer[stem]}.{suffix}"
     if block.kind == "experts":
         expert, _, local = stem.partition(".")
         return f"{names.layers}.{block.layer}.{names.experts}.{expert}.{names.expert[local]}.{suffix}"
-    return f"{(names.embed if block.kind == 'embed' else names.head)[stem]}.{suffix}"
+    return f"{(names.embed if kind == 'embed' else names.head)[stem]}.{suffix}"
 
 
 def hf_tensors(block: Block) -> tuple[HfTensor, ...]:
-    """The tensors that hold a block's own parameters."""
+    """The tensors that hold a block's own parameters; of a part of a vocabulary, its rows of them."""
     found: dict[str, list[Parameter]] = {}
     for parameter in block.parameters:
         found.setdefault(hf_name(block, parameter), []).append(parameter)
     return tuple(
-        HfTensor(name, tuple(parameters), _transposed(block, parameters[0]))
+        HfTensor(name, tuple(parameters), _transposed(block, parameters[0]), *_part(block, parameters[0]))
         for name, parameters in found.items()
     )
+
+
+def _part(block: Block, parameter: Parameter) -> tuple[int, int]:
+    """(first row, rows in all) of a vocabulary's part; of anything else (0, 0)."""
+    if not block.tokens or parameter.name != "weight":
+        return 0, 0
+    return block.tokens.start, next(p.shape[0] for p in block.whole.parameters if p.name == "weight")
 
 
 def hf_tensor(block: Block, parameter: Parameter) -> HfTensor:

@@ -99,7 +99,7 @@ class FileSource(WeightSource):
             raise
 
     def check(self, shape: ModelShape) -> None:
-        pairs = [(block, tensor) for block in shape.blocks() for tensor in hf_tensors(block)]
+        pairs = [(block, tensor) for block in shape.cut(1).blocks() for tensor in hf_tensors(block)]
         missing = [tensor.name for block, tensor in pairs if self._found(block, tensor) is None]
         if missing:
             raise self._missing(missing)
@@ -253,27 +253,31 @@ class RandomSource(WeightSource):
     def chunks(
         self, block: Block, parameter: Parameter, chunk_bytes: int = CHUNK_BYTES
     ) -> Iterator[tuple[int, np.ndarray]]:
-        total = prod(parameter.shape)
+        # Tiles are those of the whole tensor; the first and last of a part are drawn whole and cut.
+        start = block.first_row(parameter.name) * prod(parameter.shape[1:])
+        stop = start + prod(parameter.shape)
         step = _TILE * max(1, chunk_bytes // (4 * _TILE))
-        for first in range(0, total, step):
-            values = np.empty(min(step, total - first), np.float32)
+        for low in range(start // _TILE * _TILE, stop, step):
+            values = np.empty(min(step, -(-(stop - low) // _TILE) * _TILE), np.float32)
             for at in range(0, len(values), _TILE):
                 part = values[at : at + _TILE]
                 if parameter.role in ("norm", "bias"):
                     part.fill(parameter.start)
                 else:
-                    self._stream(block, parameter, (first + at) // _TILE).standard_normal(
+                    self._stream(block, parameter, (low + at) // _TILE).standard_normal(
                         dtype=np.float32, out=part
                     )
                     part *= self._deviation * np.float32(parameter.start)
-            yield first, values
+            first = max(start, low)
+            yield first - start, values[first - low : stop - low]
 
     def close(self) -> None:
         return None
 
     def _stream(self, block: Block, parameter: Parameter, tile: int) -> np.random.Generator:
-        place = block.parameters.index(parameter)
-        key = np.array([self._seed % (1 << 64), (block.index << 32) | place], np.uint64)
+        whole = block.whole
+        place = [own.name for own in whole.parameters].index(parameter.name)
+        key = np.array([self._seed % (1 << 64), (whole.index << 32) | place], np.uint64)
         counter = np.array([0, tile, 0, 0], np.uint64)
         return np.random.Generator(np.random.Philox(key=key, counter=counter))
 
