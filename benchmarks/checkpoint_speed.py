@@ -54,7 +54,9 @@ def config_of(layers: int) -> dict[str, Any]:
 
 
 @contextmanager
-def run_of(config: dict[str, Any], state: str, folder: str, rows: int) -> Iterator[tuple[Engine, Any]]:
+def run_of(
+    config: dict[str, Any], state: str, folder: str, rows: int, weights: str = "auto"
+) -> Iterator[tuple[Engine, Any]]:
     """An engine over a fresh run, as a training child has it, and what a commit records."""
     from packmule.shapes.bodies import PRIMITIVES_KEPT
     from packmule.train.memory import trim_malloc, tune_caches, tune_malloc
@@ -89,7 +91,7 @@ def run_of(config: dict[str, Any], state: str, folder: str, rows: int) -> Iterat
             f"max_steps: 100, precision: bf16-mixed}}\n"
             f"optim: {{lr_scheduler: constant, max_grad_norm: 0}}\n"
             f"checkpoint: {{save_steps: 1}}\n"
-            f"hardware: {{state: {state}}}\n",
+            f"hardware: {{state: {state}, weights: {weights}}}\n",
             "benchmark",
         )
         numerics = make_numerics(job, hardware, 100)
@@ -235,7 +237,7 @@ def measure_speed(arguments: argparse.Namespace) -> int:
     from packmule.graph.kinds import BufferKind, Tier
 
     layers = max(1, round((arguments.gb * 1e9 / 12 - 28.3e6) / 3.54e6))
-    with run_of(config_of(layers), "ram", arguments.folder, 1) as (engine, progress):
+    with run_of(config_of(layers), "ram", arguments.folder, 1, "state") as (engine, progress):
         size = engine.model.residents.of_kind(BufferKind.STATE, Tier.RAM)
         folder = engine.runtime.writable.folder
         store = engine.runtime.writable
