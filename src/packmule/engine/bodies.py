@@ -449,7 +449,7 @@ def cast(runtime: Runtime, task: Task) -> None:
 
 
 def read_state(runtime: Runtime, task: Task) -> None:
-    """One chunk of every plane, or of the master plane alone, from its slot; always verified."""
+    """Some chunks of every plane, or one of the master plane alone, from their slots; always verified."""
     if task.find(BufferKind.STATE) or task.find(BufferKind.STATE_CHUNK):
         runtime.store.read_many(task.block, _stored(runtime, task))
         return
@@ -460,32 +460,35 @@ def read_state(runtime: Runtime, task: Task) -> None:
 
 
 def write_state(runtime: Runtime, task: Task) -> None:
-    """One chunk of every plane to the block's slot; the first begins the update, the last ends it."""
+    """Some chunks of every plane to the block's slot; the first begins the update, the last ends it."""
     store = runtime.writable
     if task.part == 0:
         store.begin(task.block)
     store.write_many(task.block, _stored(runtime, task))
-    if task.part == store.layout.pieces(task.block) - 1:
+    if task.parts[-1] == store.layout.pieces(task.block) - 1:
         store.end(task.block)
 
 
 def write_snapshot(runtime: Runtime, task: Task) -> None:
-    """The same chunk of every plane to the snapshot under way."""
+    """The same chunks of every plane to the snapshot under way."""
     for index, view in _stored(runtime, task):
         runtime.snapshot.write(task.block, index, view)
 
 
 def _stored(runtime: Runtime, task: Task) -> list[tuple[int, memoryview]]:
-    """(index in the store's layout, bytes) of the task's chunk of every plane."""
+    """(index in the store's layout, bytes) of the task's chunks of every plane."""
     model = runtime.model
-    start, size = model.chunks(task.block)[task.part]
+    chunks = model.chunks(task.block)
     pieces = runtime.store.layout.pieces(task.block)
     resident = task.find(BufferKind.STATE)
     place = resident or task.get(BufferKind.STATE_CHUNK)
-    stride, base = (model.plane_bytes[task.block], start) if resident else (size, 0)
-    offsets = (place.offset + plane * stride + base for plane in range(len(model.planes)))
-    views = [runtime.arena.view(offset, size) for offset in offsets]
-    return [(plane * pieces + task.part, view) for plane, view in enumerate(views)]
+    found = []
+    for plane in range(len(model.planes)):
+        for part in task.parts:
+            start, size = chunks[part]
+            at = plane * model.plane_bytes[task.block] + start if resident else plane * size
+            found.append((plane * pieces + part, runtime.arena.view(place.offset + at, size)))
+    return found
 
 
 def commit(runtime: Runtime, task: Task) -> None:

@@ -224,6 +224,8 @@ class Engine:
             progress: of the last step; recorded by the commit.
         """
         self._check_usable()
+        if self._pending is not None and self._is_made(self._pending):
+            self._pending, self._committed = None, True
         pending = self._pending
         if self._committed and pending is None:
             return
@@ -240,6 +242,12 @@ class Engine:
                 self._run(_named("commit", kept), stopping=stopping)
             self._pending = None
         self._committed = True
+
+    def _is_made(self, pending: _Pending) -> bool:
+        """Whether a graph that was cut off later has done all that was left of a step."""
+        head = self.runtime.writable.head
+        stored = pending.update is None and head is not None and head.step == pending.progress.step
+        return stored and not self.runtime.copying
 
     def _begin_snapshot(self, progress: Progress) -> None:
         """Make room for the snapshot of a step before a graph fills it; where there is none, no step so

@@ -23,13 +23,18 @@ class Range:
 
 
 class Task:
-    """One task with its buffers by (tier, kind, block)."""
+    """One task with its buffers by (tier, kind, block).
+
+    Attributes:
+        parts: of the chunks of a block's state that it moves, in order.
+    """
 
     def __init__(self, graph: StepGraph, index: int) -> None:
         self.kind = TaskKind(int(graph.kind[index]))
         self.block = int(graph.block[index])
         self.micro = int(graph.micro[index])
         self.part = int(graph.part[index])
+        self.parts: list[int] = []
         self._buffers: dict[tuple[int, int, int], Range] = {}
         if self.kind in (TaskKind.COMMIT, TaskKind.SNAPSHOT):
             return
@@ -44,6 +49,9 @@ class Task:
                 int(graph.buffer_bytes[buffer]),
                 int(graph.buffer_micro[buffer]),
             )
+            if graph.buffer_kind[buffer] in (BufferKind.SLOT, BufferKind.COPY):
+                self.parts.append(int(graph.buffer_part[buffer]))
+        self.parts.sort()
 
     def find(self, kind: BufferKind, block: int | None = None, tier: Tier = Tier.RAM) -> Range | None:
         """The task's buffer of a kind; `block` is the task's own unless given."""

@@ -202,6 +202,11 @@ class Runtime:
             raise RuntimeError("no snapshot has been begun")
         return self._snapshot
 
+    @property
+    def copying(self) -> bool:
+        """Whether a snapshot has been begun and is not whole."""
+        return self._snapshot is not None
+
     def begin_snapshot(self, step: int) -> None:
         """Make room for a snapshot of a step, unless that has been done.
 

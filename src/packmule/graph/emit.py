@@ -228,7 +228,7 @@ class Emitter:
                 slot = self.resident(BufferKind.SLOT, Tier.SLOTS, block, part)
                 state = self.ram(BufferKind.STATE_CHUNK, size * planes, block, part=part)
                 reads.append(self._read(TaskKind.READ_STATE, size * planes, slot, state, block, part))
-                rests.append(self._store(size * planes, state, slot, block, part))
+                rests.append(self._store(state, block, range(part, part + 1)))
             update = self._update_op(size, [source, *scales], [state, *targets], block, part)
             stream.append(Piece(_all(reads), _all([update, *rests])))
         return stream
@@ -236,14 +236,22 @@ class Emitter:
     def _update_op(self, size: int, reads: list[int], writes: list[int], block: int, part: int) -> Op:
         return lambda: self._rule(size, reads, writes, block, part)
 
-    def _store(self, size: int, state: int, slot: int, block: int, part: int) -> Op:
-        """Write a chunk of every plane to its slot, and to the snapshot under way while it is in RAM."""
+    def slots(self, block: int, parts: range) -> tuple[list[int], int]:
+        """The slots of some chunks of a block, and the bytes of these chunks in all planes."""
+        chunks = self.model.chunks(block)
+        slots = [self.resident(BufferKind.SLOT, Tier.SLOTS, block, part) for part in parts]
+        return slots, len(self.model.planes) * sum(chunks[part][1] for part in parts)
+
+    def _store(self, state: int, block: int, parts: range) -> Op:
+        """Write some chunks of every plane to their slots, and to the snapshot under way while they are in
+        RAM."""
 
         def emit() -> None:
-            self.disk_task(TaskKind.WRITE_STATE, size, [state], [slot], block, part=part)
+            slots, size = self.slots(block, parts)
+            self.disk_task(TaskKind.WRITE_STATE, size, [state], slots, block, part=parts.start)
             if self.snapshot:
-                copy = self.resident(BufferKind.COPY, Tier.SNAPSHOT, block, part)
-                self.disk_task(TaskKind.WRITE_SNAPSHOT, size, [state], [copy], block, part=part)
+                copies = [self.resident(BufferKind.COPY, Tier.SNAPSHOT, block, part) for part in parts]
+                self.disk_task(TaskKind.WRITE_SNAPSHOT, size, [state], copies, block, part=parts.start)
 
         return emit
 
@@ -260,11 +268,7 @@ class Emitter:
     def stores(self, block: int) -> Stream:
         """Write a block's resident state to its slot."""
         state = self.resident(BufferKind.STATE, Tier.RAM, block)
-        stream = []
-        for part, (_, size) in enumerate(self.model.chunks(block)):
-            slot = self.resident(BufferKind.SLOT, Tier.SLOTS, block, part)
-            stream.append(Piece(None, self._store(size * len(self.model.planes), state, slot, block, part)))
-        return stream
+        return [Piece(None, self._store(state, block, parts)) for parts in self.model.runs(block)]
 
     def seal(self) -> None:
         """Replace HEAD, when everything is in its slots; then the snapshot is whole too."""

@@ -14,6 +14,9 @@ from packmule.shapes.module import Shape
 from packmule.shapes.state import STATES
 from packmule.spec.plan import Plan
 
+RUN = 4
+"""Chunks of every plane that are moved at once where none waits for another: fewer pauses between them."""
+
 
 @dataclass(frozen=True)
 class PlannedModel:
@@ -114,6 +117,11 @@ class PlannedModel:
         """(start, bytes) of each streamed piece of one plane of a block."""
         size, step = self.plane_bytes[block], self.plan.io.chunk_bytes
         return [(start, min(step, size - start)) for start in range(0, size, step)]
+
+    def runs(self, block: int) -> list[range]:
+        """Its chunks in runs of `RUN`, as resident state is stored and loaded."""
+        count = len(self.chunks(block))
+        return [range(first, min(first + RUN, count)) for first in range(0, count, RUN)]
 
     @property
     def casts(self) -> bool:

@@ -21,39 +21,40 @@ from packmule.spec.plan import Io
 def build_load(model: PlannedModel, costs: Costs) -> StepGraph:
     """Read and verify every slot; fill what the plan keeps in RAM or in work.bin."""
     emitter = Emitter(model, costs, 1.0)
-    place = model.plan.placement
-    visits = []
-    for block in model.blocks:
-        index = block.index
-        visit = Visit()
-        target = None
-        if place.weights == "ram":
-            target = emitter.resident(BufferKind.WEIGHTS, Tier.RAM, index)
-        elif place.weights == "disk":
-            target = emitter.ram(BufferKind.WEIGHTS, model.weight_bytes[index], index)
-        state = emitter.resident(BufferKind.STATE, Tier.RAM, index) if place.state == "ram" else None
-        for part, (_, size) in enumerate(model.chunks(index)):
-            total = size * len(model.planes)
-            slot = emitter.resident(BufferKind.SLOT, Tier.SLOTS, index, part)
-            where = state
-            if where is None:
-                where = emitter.ram(BufferKind.STATE_CHUNK, total, index, part=part)
-
-            def read(s: int = total, a: int = slot, b: int = where, i: int = index, p: int = part) -> None:
-                emitter.disk_task(TaskKind.READ_STATE, s, [a], [b], i, part=p)
-
-            def cast(
-                a: int = where, b: int | None = target, i: int = index, p: int = part, s: int = size
-            ) -> None:
-                if b is not None:
-                    emitter.cast(a, b, i, p, s)
-
-            visit.fetch.append(Piece(read, cast))
-        if place.weights == "disk" and target is not None:
-            visit.after.append(Piece(None, emitter.store_weights(index, target)))
-        visits.append(visit)
+    visits = [_loaded(emitter, block.index) for block in model.blocks]
     arrange(visits, Io(prefetch=0))
     return emitter.build()
+
+
+def _loaded(emitter: Emitter, block: int) -> Visit:
+    """Read a block's state, and make of it what the plan keeps elsewhere."""
+    model, visit, place = emitter.model, Visit(), emitter.model.plan.placement
+    target = None
+    if place.weights == "ram":
+        target = emitter.resident(BufferKind.WEIGHTS, Tier.RAM, block)
+    elif place.weights == "disk":
+        target = emitter.ram(BufferKind.WEIGHTS, model.weight_bytes[block], block)
+    state = emitter.resident(BufferKind.STATE, Tier.RAM, block) if place.state == "ram" else None
+    chunks = model.chunks(block)
+    alone = [range(part, part + 1) for part in range(len(chunks))]
+    for parts in alone if state is None else model.runs(block):
+        slots, total = emitter.slots(block, parts)
+        where = state
+        if where is None:
+            where = emitter.ram(BufferKind.STATE_CHUNK, total, block, part=parts.start)
+
+        def read(s: int = total, a: list[int] = slots, b: int = where, p: int = parts.start) -> None:
+            emitter.disk_task(TaskKind.READ_STATE, s, a, [b], block, part=p)
+
+        def cast(a: int = where, every: range = parts) -> None:
+            if target is not None:
+                for part in every:
+                    emitter.cast(a, target, block, part, chunks[part][1])
+
+        visit.fetch.append(Piece(read, cast))
+    if place.weights == "disk" and target is not None:
+        visit.after.append(Piece(None, emitter.store_weights(block, target)))
+    return visit
 
 
 def build_fill(model: PlannedModel, costs: Costs) -> StepGraph:
