@@ -106,3 +106,60 @@ def test_options_that_cannot_work_are_refused_before_a_run(bench: Bench) -> None
     job = bench.job("no_set", data__val_path={"a": "nothing.jsonl"})
     assert "nothing.jsonl" in bench.run("train", job.name).refused()
     assert not (bench.folder / "no_set").exists()
+
+
+PARTIAL = {
+    "hift": (
+        *("--optim", "lomo", "--update", "on-backward", "--hardware.state", "disk"),
+        *("--block-schedule", "hift", "--optim.block_order", "random"),
+    ),
+    "badam": ("--use-badam", "true", "--badam-switch-interval", "2", "--badam-switch-mode", "descending"),
+}
+"""Two methods at once, with a clip that takes two backwards; and the other by its names elsewhere."""
+
+
+@pytest.mark.parametrize("name", PARTIAL)
+def test_a_method_of_partial_state_trains_stops_and_goes_on_like_one_that_did_not(
+    name: str, bench: Bench
+) -> None:
+    """Through evaluation, a snapshot and export; the second half from Python or a shell is the same line."""
+    job = bench.job("partial", train__eval_steps=2, checkpoint__save_steps=3, train__micro_batch_size=1)
+    words = ("train", job.name, *PARTIAL[name])
+    bench.run(*words, "--max-steps", "7", "--output-dir", f"{name}-whole").succeeded()
+    planned = bench.run("plan", job.name, *PARTIAL[name], "--max-steps", "7").succeeded().out
+    assert f"{name}: 3 groups" in planned
+    assert ("LOMO keeps nothing else" in planned) == (name == "hift")
+    whole = entries(bench.folder / f"{name}-whole")
+    # The schedule is drawn for the length of the run, so it is cut short by time, not by steps.
+    cut = (*words, "--max-steps", "7", "--output-dir", f"{name}-cut")
+    bench.run(*cut, "--train.max_minutes", "0.00001")
+    bench.run(*cut).succeeded()
+    losses = [entry["train/loss"] for entry in whole if "train/loss" in entry]
+    found = [e["train/loss"] for e in entries(bench.folder / f"{name}-cut") if "train/loss" in e]
+    assert found == losses and len(losses) == 7
+    files = [bench.folder / f"{name}-{end}" / "final" / "model.safetensors" for end in ("whole", "cut")]
+    assert files[0].read_bytes() == files[1].read_bytes()
+    bench.run("verify", f"{name}-cut").succeeded()
+    other = bench.run("train", job.name, "--max-steps", "7", "--output-dir", f"{name}-cut").refused()
+    assert f"`optim.block_schedule` was '{name}'" in other
+
+
+@pytest.mark.parametrize(
+    ("words", "cause", "way"),
+    [
+        (("--block-schedule", "hift", "--update", "on-fetch"), "'on-fetch' leaves an update", "on-backward"),
+        (
+            ("--block-schedule", "badam", "--hardware.gradients", "disk"),
+            "one group's gradient",
+            "on-backward",
+        ),
+        (("--block-schedule", "badam", "--optim", "lomo"), "runs Adam on each block", "hift"),
+        (("--block-schedule", "hift", "--optim.block_steps", "9"), "a turn of `hift` is one step", "badam"),
+        (("--optim.block_order", "random"), "blocks that take turns", "hift"),
+    ],
+)
+def test_combinations_that_do_not_exist_are_refused_with_a_way_out(
+    words: tuple[str, ...], cause: str, way: str, bench: Bench
+) -> None:
+    message = bench.run("plan", bench.job("none").name, *words).refused()
+    assert cause in message and way in message

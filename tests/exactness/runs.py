@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -24,10 +24,10 @@ from packmule.graph.model import PlannedModel
 from packmule.graph.step import StepGraph
 from packmule.kernels.contract import Kernels
 from packmule.models.context import TokenBatch
-from packmule.optim.rule import Update
 from packmule.optim.rules import rule_of
-from packmule.optim.schedules import rates
+from packmule.optim.schedules import update_at
 from packmule.shapes.bodies import DTYPES
+from packmule.shapes.groups import groups_of
 from packmule.shapes.model import ModelShape
 from packmule.shapes.state import STATES
 from packmule.spec.batch import IGNORED, Batch
@@ -42,9 +42,14 @@ from packmule.spec.plan import (
     ScheduleNumerics,
 )
 from packmule.spec.timeline import Timeline
+from packmule.spec.turns import Turns
 from packmule.tiers.disk import Disk, PosixDisk, aligned_buffer
 
 COSTS = Costs(1e11, 4e10, 1e10, 1e9, 1e9, 1e-4, 1e-5)
+
+HIFT = Turns(method="hift", layers=1, order="random")
+BADAM = Turns(method="badam", layers=2, steps=2, order="descending")
+"""Active-block schedules of which some steps are more than a cycle or a turn."""
 
 Trace = list[tuple[float, float]]
 """(loss, gradient norm) per step."""
@@ -84,6 +89,7 @@ def make_plan(
     optimizer: Mapping[str, object] | None = None,
     growth: Growth | None = None,
     vocabulary_parts: int = 1,
+    turns: Turns | None = None,
 ) -> Plan:
     """A plan with small chunks, so that even tiny blocks stream in pieces."""
     types = TYPES[precision]
@@ -98,7 +104,7 @@ def make_plan(
             schedule=ScheduleNumerics(
                 **{"learning_rate": 1e-2, "warmup_steps": 2, "total_steps": steps, **(schedule or {})}
             ),
-            cpu_features=(), growth=growth, vocabulary_parts=vocabulary_parts,
+            cpu_features=(), growth=growth, vocabulary_parts=vocabulary_parts, turns=turns,
         ),
         placement=placement or Placement(state="ram", weights="state"),
         order=order, recompute=recompute, update=update,
@@ -272,7 +278,7 @@ def step_engine(
     """Run step number `step` (0 for the first), committing as the plan says; its trace."""
     plan = engine.model.plan
     batches = data.batches(step, plan.numerics)
-    update = Update(step + 1, rates(plan.numerics, step).learning_rate)
+    update = update_at(plan.numerics, len(engine.model.groups), step)
     kept = keeps(plan, step + 1)
     commit = kept or (step + 1) % plan.checkpoint.commit_steps == 0
     targets, after = count_targets(batches), progress(plan, step + 1)
@@ -313,6 +319,9 @@ class _Watched:
     def touched(self) -> bool:
         return self._program.touched
 
+    def forget(self) -> None:
+        self._program.forget()
+
     def run(self, **arguments: object) -> Timeline:
         return self._run(self._name, self._program, arguments)
 
@@ -342,21 +351,29 @@ def plain_run(model: PlainModel, numerics: Numerics, data: Data, steps: int, ker
         {name: tuple(torch.zeros_like(value) for _ in range(count)) for name, value in named.items()}
         for named in model.params
     ]
+    groups = () if numerics.turns is None else groups_of(model.blocks, numerics.turns)
     trace, images = [], [image_of(model, numerics)]
     for step in range(steps):
         batches = [TokenBatch.from_batch(batch) for batch in data.batches(step, numerics)]
         loss, grads = plain_step(model, batches, numerics.loss_chunk, capacity=max(numerics.micro_tokens))
+        update = update_at(numerics, len(groups), step)
+        active = [model.blocks[b] for b in groups[update.group]] if groups else model.blocks
         square = 0.0
-        for block, named in zip(model.blocks, grads, strict=True):
+        for block in active:
             for p in block.parameters:
-                square += kernels.sum_squares(named[p.name])
+                square += kernels.sum_squares(grads[block.index][p.name])
         total = math.sqrt(square)
         factor = 1.0 if numerics.clip is None else min(1.0, numerics.clip / (total + 1e-6))
-        update = Update(step + 1, rates(numerics, step).learning_rate, factor)
-        for block, named, gradient, states in zip(model.blocks, model.params, grads, moments, strict=True):
+        update = replace(update, factor=factor)
+        for block in active:
             for p in block.parameters:
-                planes = [named[p.name].view(-1), *(m.view(-1) for m in states[p.name])]
-                rule.apply(kernels, update, p.role, planes, gradient[p.name].view(-1), None)
+                others = moments[block.index][p.name]
+                if update.age == 1:
+                    for plane in others:
+                        plane.zero_()
+                planes = [model.params[block.index][p.name].view(-1), *(m.view(-1) for m in others)]
+                gradient = grads[block.index][p.name].view(-1)
+                rule.apply(kernels, update, p.role, planes, gradient, None)
         trace.append((loss, total))
         images.append(image_of(model, numerics, moments))
     return PlainRun(trace, images, moments)

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from tests.exactness.pairs import Row, covering_rows
 from tests.exactness.runs import (
+    HIFT,
     Case,
     finish,
     make_batch,
@@ -55,12 +56,13 @@ CHOICES = {
     "recompute": ((True, True, True), (False, False, False), (True, False, False)),
     "clip": (None, 1.0),
     "balanced": (True, False),
+    "turns": (None, HIFT),
 }
 
 
 def plan_of(row: Row) -> Plan:
     placement = Placement(**{kind: row[kind] for kind in ("state", "weights", "gradients", "inputs")})
-    names = ("precision", "update", "prefetch", "micro_rows", "order", "recompute", "clip")
+    names = ("precision", "update", "prefetch", "micro_rows", "order", "recompute", "clip", "turns")
     return make_plan(placement=placement, steps=STEPS, **{name: row[name] for name in names})
 
 
@@ -73,7 +75,7 @@ def offered(row: Row) -> bool:
 def test_every_pair_of_choices_gives_the_bits_of_the_plain_loop(kernels: Kernels, seed: int) -> None:
     made: dict[tuple[object, ...], Case] = {}
     for row in covering_rows(CHOICES, offered, random.Random(seed), tries=60):
-        key = tuple(row[name] for name in ("precision", "micro_rows", "clip", "balanced"))
+        key = tuple(row[name] for name in ("precision", "micro_rows", "clip", "balanced", "turns"))
         if key not in made:
             shape = sparse_shape(len(made) % 2 == 0, 0.5 if row["balanced"] else 0.0)
             made[key] = make_case(shape, plan_of(row), STEPS, seed, kernels)

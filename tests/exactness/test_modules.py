@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.exactness.runs import make_plan, progress
+from tests.exactness.runs import HIFT, make_plan, progress
 from tests.exactness.user_modules import ModuleCase, plain_losses, plain_run
 
 from packmule.engine.executor import Stopped
@@ -19,12 +19,15 @@ from packmule.optim.rule import Update
 from packmule.plan.candidates import allowed
 from packmule.spec.plan import Placement, Plan
 from packmule.spec.tally import Tally
+from packmule.spec.turns import Turns
 
 STEPS = 4
 LAYERS = 4
 
 
-def plans(precision: str, clip: float | None, rng: random.Random, count: int) -> list[Plan]:
+def plans(
+    precision: str, clip: float | None, rng: random.Random, count: int, turns: Turns | None = None
+) -> list[Plan]:
     """Placements, orders and update modes that exist, drawn at random."""
     found = []
     for state, weights, gradients, inputs, order, update, prefetch in product(
@@ -35,7 +38,7 @@ def plans(precision: str, clip: float | None, rng: random.Random, count: int) ->
             continue
         plan = make_plan(
             precision, micro_rows=(3, 2), clip=clip, recompute=(True,) * LAYERS, order=order, update=update,
-            prefetch=prefetch, length=1, loss_chunk=3,
+            prefetch=prefetch, length=1, loss_chunk=3, turns=turns,
             placement=Placement(state=state, weights=weights, gradients=gradients, inputs=inputs),
         )  # fmt: skip
         if allowed(plan):
@@ -65,6 +68,26 @@ def test_a_step_equals_a_plain_loop_to_the_bit_wherever_things_lie(
         engine.close()
         assert case.state(folder, kernels) == (STEPS, images[-1]), plan
     assert images[0] != images[-1]
+
+
+def test_blocks_that_take_turns_give_the_same_bits_wherever_things_lie(
+    tmp_path: Path, kernels: Kernels, rng: random.Random, seed: int
+) -> None:
+    """Those of a plain loop in float64, to rounding: autograd may use other kernels where weights are
+    frozen."""
+    found = []
+    for number, plan in enumerate(plans("fp64", 0.5, rng, 3, HIFT)):
+        case = ModuleCase.of(plan, seed, 0.5)
+        trace, _ = plain_run(case, STEPS, kernels)
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        case.start(folder, kernels)
+        engine, _ = case.open(folder, kernels)
+        found.append((case.run(engine, 0, STEPS), case.state(folder, kernels)))
+        engine.close()
+        assert found[-1] == found[0], plan
+        for ours, theirs in zip(found[-1][0], trace, strict=True):
+            assert ours == pytest.approx(theirs, rel=1e-10)
 
 
 def test_dropout_draws_anew_each_step_and_is_the_same_in_backward(kernels: Kernels, seed: int) -> None:

@@ -24,12 +24,14 @@ from packmule.graph.step import StepGraph
 from packmule.graph.training import build_step
 from packmule.kernels.contract import Kernels
 from packmule.models.views import views
+from packmule.models.weights.names import hf_tensors
 from packmule.optim.schedules import rates
 from packmule.shapes.model import ModelShape
 from packmule.spec.plan import Numerics, Placement, Plan
+from packmule.spec.turns import Turns, turn_at
 
 RUN = Path("/run")
-STEPS = 5
+STEPS = 7
 LAYERS = 3
 EXACT = 1e-10
 """Relative difference allowed in float64."""
@@ -51,14 +53,20 @@ def torch_run(
     model: PlainModel, tied: bool, numerics: Numerics, data: Data, rule: Rule
 ) -> tuple[Trace, list[Named]]:
     """(loss and gradient norm of each step, parameters at the end) of a loop as anybody would write it."""
+    decay = numerics.optimizer.weight_decay
     with torch.enable_grad(), InFloat64():
         twin = oracle(model, config(tied))
-        decays = [p for p in twin.parameters() if p.dim() > 1]
-        others = [p for p in twin.parameters() if p.dim() == 1]
-        decay = numerics.optimizer.weight_decay
-        optimizer = rule([{"params": decays, "weight_decay": decay}, {"params": others, "weight_decay": 0.0}])
-        trace = []
+        groups = [
+            {"params": [p for p in twin.parameters() if p.dim() > 1], "weight_decay": decay},
+            {"params": [p for p in twin.parameters() if p.dim() == 1], "weight_decay": 0.0},
+        ]
+        optimizer, trace = rule(groups), []
         for step in range(STEPS):
+            active, rate, fresh = turn(model, numerics, step)
+            if fresh:
+                optimizer = rule(groups)
+            for name, p in twin.named_parameters():
+                p.requires_grad_(name in active)
             rows = data.rows(step, numerics.rows, numerics.max_seq_length)
             documents = [torch.tensor(document) for row in rows for document in row]
             total = torch.zeros(())
@@ -72,10 +80,32 @@ def torch_run(
             limit = float("inf") if numerics.clip is None else numerics.clip
             norm = torch.nn.utils.clip_grad_norm_(twin.parameters(), limit, foreach=False)
             for group in optimizer.param_groups:
-                group["lr"] = rates(numerics, step).learning_rate
+                group["lr"] = rate
             optimizer.step()
             trace.append((float(total.detach()), float(norm)))
     return trace, by_block(model, {name: p.detach() for name, p in twin.named_parameters()})
+
+
+def turn(model: PlainModel, numerics: Numerics, step: int) -> tuple[set[str], float, bool]:
+    """(transformers' names of what a step trains, its learning rate, whether moments begin at zero)."""
+    turns, blocks = numerics.turns, list(model.blocks)
+    everything = {tensor.name for block in blocks for tensor in hf_tensors(block)}
+    if turns is None:
+        return everything, rates(numerics, step).learning_rate, False
+    units = [[block] for block in blocks]
+    if model.shape.tied:
+        units = [[blocks[0], blocks[-1]], *units[1:-1]]
+    if not turns.ends:
+        units = [[block] for block in blocks[1:-1]]
+    count = -(-len(units) // turns.layers)
+    number = step // turns.steps % count
+    if turns.order == "descending":
+        number = count - 1 - number
+    chosen = units[number * turns.layers : (number + 1) * turns.layers]
+    names = {tensor.name for unit in chosen for block in unit for tensor in hf_tensors(block)}
+    if turns.method == "hift":  # the rate of the cycle's first step
+        return names, rates(numerics, step - step % count).learning_rate, False
+    return names, rates(numerics, step).learning_rate, step % turns.steps == 0
 
 
 def masters(case: Case, image: list[bytes]) -> list[Named]:
@@ -140,6 +170,90 @@ def test_updates_on_backward_are_those_of_torch_with_clip_grad_norm(
     check_against_torch(
         plan, rng.random() < 0.5, sgd if name == "lomo" else adamw(plan.numerics), seed, kernels
     )
+
+
+@pytest.mark.parametrize("update", ("after-backward", "on-backward"))
+@pytest.mark.parametrize("state", ("ram", "disk"))
+@pytest.mark.parametrize("method", ("hift", "badam"))
+def test_blocks_that_take_turns_are_trained_as_torch_trains_them(
+    method: str, state: str, update: str, kernels: Kernels, rng: random.Random, seed: int
+) -> None:
+    """Of HiFT moments and age are each block's own; of BAdam they begin anew with every turn."""
+    turns = Turns(
+        method=method,
+        layers=rng.choice((1, 2)),
+        steps=1 if method == "hift" else 2,
+        order=rng.choice(("ascending", "descending")),
+        ends=rng.random() < 0.8,
+    )
+    plan = make_plan(
+        "fp64",
+        rng.choice(((3,), (2, 1))),
+        clip=rng.choice((None, 0.3)),
+        placement=Placement(
+            state=state, weights=rng.choice(("state", "ram")), inputs=rng.choice(("ram", "disk"))
+        ),
+        update=update,
+        recompute=tuple(rng.random() < 0.5 for _ in range(LAYERS)),
+        steps=STEPS,
+        turns=turns,
+    )
+    check_against_torch(plan, rng.random() < 0.5, adamw(plan.numerics), seed, kernels)
+
+
+def test_a_random_order_of_hift_is_kept_and_one_of_badam_drawn_anew(rng: random.Random) -> None:
+    groups, seed = rng.randint(5, 9), rng.randrange(2**31)
+    for method in ("hift", "badam"):
+        turns = Turns(method=method, order="random")
+        cycles = [
+            [turn_at(turns, groups, seed, cycle * groups + place).group for place in range(groups)]
+            for cycle in range(4)
+        ]
+        assert all(sorted(cycle) == list(range(groups)) for cycle in cycles)
+        assert (cycles[0] == cycles[1] == cycles[2] == cycles[3]) == (method == "hift")
+
+
+@pytest.mark.parametrize("weights", ("state", "ram", "disk"))
+@pytest.mark.parametrize("tied", (True, False))
+def test_only_the_active_group_has_gradients_and_state_on_the_move(
+    tied: bool, weights: str, rng: random.Random
+) -> None:
+    """Of the others masters at most are read, and backward stops at the lowest active block."""
+    shape = ModelShape.from_config(config(tied), "tiny")
+    plan = make_plan(
+        "bf16-mixed", placement=Placement(state="disk", weights=weights), recompute=(True,) * LAYERS,
+        update=rng.choice(("after-backward", "on-backward")), clip=None,
+        turns=Turns(method=rng.choice(("hift", "badam")), layers=rng.choice((1, 2))),
+    )  # fmt: skip
+    model = PlannedModel(shape, plan)
+    sizes, before = model.plane_bytes, 0.0
+    for group, active in enumerate(model.groups):
+        graph = build_step(model, COSTS, 1.0, group=group)
+        written = transferred(graph, TaskKind.WRITE_STATE)
+        assert written == {block: 3 * sizes[block] for block in active}
+        assert held(graph, BufferKind.STATE) == 0
+        assert held(graph, BufferKind.GRADIENT) <= sum(sizes[block] for block in active)
+        trained = set(graph.buffer_block[graph.buffer_kind == BufferKind.GRADIENT].tolist())
+        assert trained == set(active)
+        for block, size in transferred(graph, TaskKind.READ_STATE).items():
+            assert block in active or (weights == "state" and size % sizes[block] == 0)
+        passed = graph.block[graph.kind == TaskKind.LAYER_BACKWARD].tolist()
+        assert sorted(passed) == list(range(max(1, active[0]), LAYERS + 1))
+        backward = float(graph.seconds[np.isin(graph.kind, BACKWARD)].sum())
+        assert group < 2 or backward < before  # training a block takes longer than the embedding
+        before = backward
+
+
+BACKWARD = (TaskKind.LAYER_BACKWARD, TaskKind.EMBED_BACKWARD)
+
+
+def transferred(graph: StepGraph, kind: TaskKind) -> dict[int, int]:
+    """Bytes by block that tasks of a kind move."""
+    found: dict[int, int] = {}
+    for task in np.flatnonzero(graph.kind == kind).tolist():
+        block = int(graph.block[task])
+        found[block] = found.get(block, 0) + int(graph.moved[task])
+    return found
 
 
 @pytest.mark.parametrize("tied", (True, False))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -27,9 +27,9 @@ from packmule.models.modules.build import Part, UserModel, build
 from packmule.models.modules.samples import Draw, SampleBatch, Samples
 from packmule.models.views import TORCH_DTYPES
 from packmule.optim.adamw import AdamW
-from packmule.optim.rule import Update
-from packmule.optim.schedules import learning_rate
+from packmule.optim.schedules import update_at
 from packmule.shapes.bodies import DTYPES
+from packmule.shapes.groups import groups_of
 from packmule.shapes.module import Cost, ModulePart, ModuleShape, TensorRecord
 from packmule.shapes.state import STATES
 from packmule.spec.plan import Plan
@@ -200,7 +200,7 @@ class ModuleCase:
         """Steps first..last-1, settled at the end."""
         trace = []
         for step in range(first, last):
-            update = Update(step + 1, learning_rate(self.plan.numerics.schedule, step))
+            update = update_at(self.plan.numerics, len(engine.model.groups), step)
             commit = (step + 1) % self.plan.checkpoint.commit_steps == 0
             done = engine.step(
                 self.batches(step), self.plan.numerics.rows, update, progress(self.plan, step + 1), commit
@@ -268,13 +268,17 @@ def plain_run(case: ModuleCase, steps: int, kernels: Kernels) -> tuple[Trace, li
     masters = [{name: value.clone() for name, value in named.items()} for named in case.masters]
     moments = [{n: (torch.zeros_like(v), torch.zeros_like(v)) for n, v in m.items()} for m in masters]
     rule, blocks = AdamW(numerics.optimizer), case.shape.blocks()
+    groups = groups_of(blocks, numerics.turns) if numerics.turns else ()
     trace, images = [], [image_of(case.shape, masters, moments, types.master)]
     for step in range(steps):
+        update = update_at(numerics, len(groups), step)
+        active = range(len(blocks)) if update.group is None else groups[update.group]
         grads = [{n: torch.zeros(v.shape, dtype=wide) for n, v in named.items()} for named in masters]
         total = 0.0
         for micro, batch in enumerate(case.batches(step)):
             leaves = [
-                {n: v.to(compute, copy=True).requires_grad_() for n, v in named.items()} for named in masters
+                {n: v.to(compute, copy=True).requires_grad_(index in active) for n, v in named.items()}
+                for index, named in enumerate(masters)
             ]
             with torch.enable_grad():
                 losses = plain_losses(case, leaves, batch, Draw(step + 1, micro))
@@ -285,16 +289,16 @@ def plain_run(case: ModuleCase, steps: int, kernels: Kernels) -> tuple[Trace, li
                     if leaf.grad is not None:
                         found[name] += leaf.grad
         square = 0.0
-        for block, found in zip(blocks, grads, strict=True):
-            for p in block.parameters:
-                square += kernels.sum_squares(found[p.name])
+        for index in active:
+            for p in blocks[index].parameters:
+                square += kernels.sum_squares(grads[index][p.name])
         norm = math.sqrt(square)
         factor = 1.0 if numerics.clip is None else min(1.0, numerics.clip / (norm + 1e-6))
-        update = Update(step + 1, learning_rate(numerics.schedule, step), factor)
-        for block, named, found, states in zip(blocks, masters, grads, moments, strict=True):
-            for p in block.parameters:
-                planes = [named[p.name].view(-1), *(m.view(-1) for m in states[p.name])]
-                rule.apply(kernels, update, p.role, planes, found[p.name].view(-1), None)
+        update = replace(update, factor=factor)
+        for index in active:
+            for p in blocks[index].parameters:
+                planes = [masters[index][p.name].view(-1), *(m.view(-1) for m in moments[index][p.name])]
+                rule.apply(kernels, update, p.role, planes, grads[index][p.name].view(-1), None)
         trace.append((total * (1.0 / numerics.rows), norm))
         images.append(image_of(case.shape, masters, moments, types.master))
     return trace, images

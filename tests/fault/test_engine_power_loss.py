@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from recording_disk import Folder, RecordingDisk
-from tests.exactness.runs import Case, keeps, make_case, make_plan, run_steps, tiny_shape
+from tests.exactness.runs import HIFT, Case, keeps, make_case, make_plan, run_steps, tiny_shape
 
 from packmule.kernels import load
 from packmule.kernels.contract import Kernels
@@ -40,11 +40,13 @@ PLANS = {
         "commit_steps": 3,
         "snapshot_steps": 2,
     },
-    "lomo, two passes": {
+    "hift, lomo, two passes": {
         "placement": Placement(state="disk", weights="state", inputs="disk"),
         "update": "on-backward",
         "optimizer": {"rule": "lomo"},
         "snapshot_steps": 2,
+        "turns": HIFT,
+        "commit_steps": 2,
     },
 }
 

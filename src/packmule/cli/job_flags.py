@@ -49,6 +49,7 @@ FLAGS = (
     Flag("warmup-steps", "STEPS", "Steps over which the learning rate rises."),
     Flag("warmup-ratio", "SHARE", "The same as a share of all steps."),
     Flag("optim", "NAME", "adamw or lomo."),
+    Flag("block-schedule", "NAME", "all, or groups of blocks that take turns: hift or badam."),
     Flag("weight-decay", "NUMBER", "Decoupled weight decay."),
     Flag("max-grad-norm", "NORM", "Clip the global gradient norm; 0 or null: off."),
     Flag("precision", "NAME", "auto, fp32, bf16-mixed or fp64."),

@@ -30,8 +30,9 @@ def weights(runtime: Runtime, task: Task, block: int) -> dict[str, Tensor]:
 
 
 def gradients(runtime: Runtime, task: Task, block: int) -> dict[str, Tensor]:
-    """A block's gradients."""
-    return runtime.views(task.get(BufferKind.GRADIENT, block).offset, runtime.plane_layouts[block])
+    """A block's gradients; empty where the task has none to write: the block is frozen in this step."""
+    found = task.find(BufferKind.GRADIENT, block)
+    return {} if found is None else runtime.views(found.offset, runtime.plane_layouts[block])
 
 
 def scratch(
@@ -67,9 +68,9 @@ def tokens(runtime: Runtime, task: Task) -> int:
 def noise(runtime: Runtime, task: Task, grads: Mapping[str, Tensor]) -> Iterator[None]:
     """Add the squared norm of what a micro-batch adds to the gradients of the block's norm weights
     to its sum, for the gradient noise scale (packmule.optim.noise). A step of one micro-batch has
-    no noise to see, and a second backward none that is new."""
+    no noise to see, a second backward none that is new, and a frozen block none at all."""
     state = runtime.state
-    if len(state.batches) < 2 or task.part == SECOND:
+    if len(state.batches) < 2 or task.part == SECOND or not grads:
         yield
         return
     names = [p.name for p in runtime.model.blocks[task.block].parameters if p.role == "norm"]

@@ -249,7 +249,7 @@ def head_loss(runtime: Runtime, task: Task) -> None:
     shared = runtime.model.blocks[task.block].shared
     chunk = min(runtime.model.plan.numerics.loss_chunk, tokens)
     grads = _gradients(runtime, task, task.block)
-    if shared is not None:
+    if shared is not None and grads:
         grads = {**grads, "weight": _gradients(runtime, task, shared)["weight"]}
     with _noise(runtime, task, grads):
         runtime.state.losses[task.micro] = decoder.head_loss(
@@ -418,6 +418,9 @@ def update(runtime: Runtime, task: Task) -> None:
             _tensor(runtime, state.offset + plane * stride + base + inside, count, types.master)
             for plane in range(len(model.planes))
         ]
+        if shared.age == 1:
+            for plane in planes[1:]:
+                plane.zero_()
         role = next(p.role for p in block.parameters if p.name == entry.name)
         weight = None
         if target is not None:

@@ -21,7 +21,15 @@ from packmule.errors import DiskError
 from packmule.graph.costs import Costs
 from packmule.graph.kinds import BufferKind, Tier
 from packmule.graph.model import PlannedModel
-from packmule.graph.run import SNAPSHOT, evaluation_batches, fewer, inference_graphs, run_graphs
+from packmule.graph.run import (
+    SNAPSHOT,
+    evaluation_batches,
+    extents_of,
+    fewer,
+    grouped,
+    inference_graphs,
+    run_graphs,
+)
 from packmule.graph.simulate import simulate
 from packmule.graph.step import StepGraph
 from packmule.kernels.contract import Kernels
@@ -128,16 +136,17 @@ class Engine:
         self.model = model
         self.needs = needs
         make = run_graphs if needs.training else inference_graphs
-        graphs = make(model, costs, needs.mean_length, needs.evaluation_rows, needs.sample_tokens)
-        self.arena = Arena(max(graph.extent(Tier.RAM) for graph in graphs.values()))
+        makers = make(model, costs, needs.mean_length, needs.evaluation_rows, needs.sample_tokens)
+        bodies = BODIES if modules is None else {**BODIES, **MODULE_BODIES}
+        extents = extents_of(makers.values())
+        self.arena = Arena(extents[Tier.RAM])
         if poison:
             self.arena.memory[:] = b"\xff" * self.arena.bytes
-        work = max(graph.extent(Tier.DISK) for graph in graphs.values())
         self.runtime = Runtime(
-            model, kernels, store, disk, folder, self.arena, work, needs.sample_tokens, modules
+            model, kernels, store, disk, folder, self.arena, extents[Tier.DISK], needs.sample_tokens, modules
         )
-        bodies = BODIES if modules is None else {**BODIES, **MODULE_BODIES}
-        self.programs = {name: Program(self.runtime, graph, bodies, poison) for name, graph in graphs.items()}
+        self.programs = {name: Program(self.runtime, made, bodies, poison) for name, made in makers.items()}
+        self._group = ""
         self._pending: _Pending | None = None
         self._committed = True
         self._last: Progress | None = None
@@ -198,8 +207,11 @@ class Engine:
                 name = pending.name
         if name.endswith(SNAPSHOT):
             self._begin_snapshot(state.progress)
+        name = grouped(name, update.group)
         if len(batches) < len(self.model.plan.numerics.micro_rows):
             name = fewer(name, len(batches))
+        if update.group is not None:
+            self._turn_to(name)
         program = self.programs[name]
         with self._changing():
             timeline = self._run(name, stop_after=stop_after, stopping=stopping)
@@ -349,6 +361,13 @@ class Engine:
     def close(self) -> None:
         """Let go of files."""
         self.runtime.close()
+
+    def _turn_to(self, name: str) -> None:
+        """Graphs of groups are many: only the newest is kept."""
+        if self._group not in ("", name):
+            self.programs[self._group].forget()
+            self.runtime.forget_views()
+        self._group = name
 
     def _run(self, name: str, **arguments: Any) -> Timeline:
         self._running = self.programs[name]

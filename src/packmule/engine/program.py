@@ -69,6 +69,7 @@ class Program:
     """A graph bound to a runtime.
 
     Args:
+        make: makes the graph, which is made anew after `forget`.
         bodies: kind -> function of (runtime, task).
         poison: fill released arena buffers with 0xFF (NaN), and check addresses; for tests.
     """
@@ -76,17 +77,29 @@ class Program:
     def __init__(
         self,
         runtime: Runtime,
-        graph: StepGraph,
+        make: Callable[[], StepGraph],
         bodies: dict[TaskKind, Callable[[Runtime, Task], None]],
         poison: bool = False,
     ) -> None:
         self.runtime = runtime
-        self.graph = graph
+        self._make = make
         self._bodies = bodies
         self._poison = poison
-        self._tasks: list[Task | None] = [None] * graph.tasks
-        self._changes = graph.kind == TaskKind.UPDATE
+        self._graph: StepGraph | None = None
+        self._tasks: dict[int, Task] = {}
         self._ledger: Ledger | None = None
+
+    @property
+    def graph(self) -> StepGraph:
+        """What is executed."""
+        if self._graph is None:
+            self._graph = self._make()
+        return self._graph
+
+    def forget(self) -> None:
+        """Let go of the graph until it is needed again."""
+        self._graph = self._ledger = None
+        self._tasks.clear()
 
     def run(self, *, stop_after: int | None = None, stopping: Callable[[], bool] | None = None) -> Timeline:
         """Execute the graph once; arguments and errors as in `execute`."""
@@ -106,10 +119,11 @@ class Program:
         """Whether the execution under way, or the last one, has started to change state. Exact
         where `stopping` asks: the books are kept as tasks start, under the executor's lock."""
         started = [] if self._ledger is None else self._ledger.tasks
-        return bool(self._changes[[task for task in started if task >= 0]].any())
+        kinds = self.graph.kind[[task for task in started if task >= 0]]
+        return bool((kinds == TaskKind.UPDATE).any())
 
     def _body(self, index: int) -> None:
-        task = self._tasks[index]
+        task = self._tasks.get(index)
         if task is None:
             task = self._tasks[index] = Task(self.graph, index)
         self._bodies[task.kind](self.runtime, task)

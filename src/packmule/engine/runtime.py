@@ -247,6 +247,10 @@ class Runtime:
             self._views[key] = views(self.bytes[offset : offset + layout.bytes], layout)
         return self._views[key]
 
+    def forget_views(self) -> None:
+        """Let go of the views that graphs have asked for."""
+        self._views.clear()
+
     def close(self) -> None:
         """Let go of files."""
         if self._work is not None:

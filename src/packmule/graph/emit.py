@@ -270,6 +270,19 @@ class Emitter:
         state = self.resident(BufferKind.STATE, Tier.RAM, block)
         return [Piece(None, self._store(state, block, parts)) for parts in self.model.runs(block)]
 
+    def copies(self, block: int) -> Stream:
+        """Copy a block's state from its slot to the snapshot under way, if there is one."""
+        stream: Stream = []
+        for part, (_, size) in enumerate(self.model.chunks(block) if self.snapshot else ()):
+            total = size * len(self.model.planes)
+            slot = self.resident(BufferKind.SLOT, Tier.SLOTS, block, part)
+            copy = self.resident(BufferKind.COPY, Tier.SNAPSHOT, block, part)
+            chunk = self.ram(BufferKind.STATE_CHUNK, total, block, part=part)
+            read = self._read(TaskKind.READ_STATE, total, slot, chunk, block, part)
+            write = partial(self.disk_task, TaskKind.WRITE_SNAPSHOT, total, [chunk], [copy], block, part=part)
+            stream.append(Piece(read, write))
+        return stream
+
     def seal(self) -> None:
         """Replace HEAD, when everything is in its slots; then the snapshot is whole too."""
         model = self.model
@@ -303,6 +316,7 @@ class Emitter:
         micro: int,
         recompute: bool = True,
         again: bool = False,
+        frozen: bool = False,
     ) -> None:
         """A task of the model's own, with the scratch it needs.
 
@@ -310,13 +324,14 @@ class Emitter:
             tokens: most tokens of its micro-batch.
             recompute: a backward runs forward again.
             again: it belongs to the second backward of a step that has two.
+            frozen: a backward gives the gradient of its input alone.
         """
         works = self.model.works
         size = works.scratch(kind, block, tokens)
         scratch = [self.ram(BufferKind.SCRATCH, size, block, micro)] if size else []
         self.core_task(
             kind,
-            works.seconds(kind, block, tokens, self.costs, self.mean_length, recompute),
+            works.seconds(kind, block, tokens, self.costs, self.mean_length, recompute, frozen),
             reads,
             [*writes, *scratch],
             block,

@@ -100,9 +100,20 @@ class ExpertTasks:
         )
 
     def backward(
-        self, block: int, micro: int, tokens: int, weights: list[int], dy: int, gradient: int, recompute: bool
+        self,
+        block: int,
+        micro: int,
+        tokens: int,
+        weights: list[int],
+        dy: int,
+        gradients: list[int],
+        recompute: bool,
     ) -> None:
-        """One group of experts; gate and up are computed again where `recompute`."""
+        """One group of experts; gate and up are computed again where `recompute`.
+
+        Args:
+            gradients: the buffer of the weights' gradients; none where they are frozen.
+        """
         model, key = self.model, (self.model.opening(block), micro)
         own, hidden = self._experts(block), self.model.decoder.hidden
         reads = [*weights, self.routed[key], dy]
@@ -111,7 +122,7 @@ class ExpertTasks:
         else:
             specs = experts.dispatched(own, hidden, tokens, model.types)
             self._dispatched[key] = self._ram(BufferKind.DISPATCHED, specs, key[0], micro)
-        writes = [self._dispatched[key], gradient]
+        writes = [self._dispatched[key], *gradients]
         if not recompute:
             saved = self._saved[key]
             reads.append(saved)
@@ -121,7 +132,7 @@ class ExpertTasks:
         scratch = bodies.experts_scratch(own, hidden, tokens, model.types, True, not recompute)
         self.emitter.core_task(
             TaskKind.EXPERTS_BACKWARD,
-            self.emitter.experts_seconds(block, tokens, 2.7 if recompute else 2.0),
+            self.emitter.experts_seconds(block, tokens, (2.7 if recompute else 2.0) - (not gradients)),
             reads,
             [*writes, self.emitter.scratch(scratch, block, micro)],
             block,

@@ -8,6 +8,7 @@ from functools import cached_property
 from packmule.graph.kinds import BufferKind, Tier
 from packmule.graph.work import Works, works_of
 from packmule.shapes.bodies import Dtypes, dtypes
+from packmule.shapes.groups import groups_of
 from packmule.shapes.layout import PAGE, round_up
 from packmule.shapes.model import Block, ModelShape
 from packmule.shapes.module import Shape
@@ -97,6 +98,12 @@ class PlannedModel:
     def recomputes(self, block: int) -> bool:
         """Whether the backward of a block's layer runs its forward again."""
         return self.plan.recompute[self.blocks[block].layer]
+
+    @cached_property
+    def groups(self) -> tuple[tuple[int, ...], ...]:
+        """Blocks that take turns; empty where every step trains all."""
+        turns = self.plan.numerics.turns
+        return () if turns is None else groups_of(self.blocks, turns)
 
     @property
     def two_passes(self) -> bool:

@@ -75,7 +75,13 @@ class _Step:
     """Builds the visits of one step; keeps the activations' and gradients' buffers."""
 
     def __init__(
-        self, model: PlannedModel, costs: Costs, mean_length: float, pending: bool, snapshot: bool
+        self,
+        model: PlannedModel,
+        costs: Costs,
+        mean_length: float,
+        pending: bool,
+        snapshot: bool = False,
+        group: int | None = None,
     ) -> None:
         self.emitter = Emitter(model, costs, mean_length, snapshot)
         self.experts = ExpertTasks(self.emitter)
@@ -85,6 +91,9 @@ class _Step:
         self.pending = pending
         self.tokens = model.plan.numerics.micro_tokens
         self.head = len(model.blocks) - 1
+        every = tuple(block.index for block in model.blocks)
+        self.active = every if group is None else model.groups[group]
+        self.lowest = self.active[0]
         self.inputs: dict[tuple[int, int], int] = {}
         self.saved: dict[tuple[int, int], list[int]] = {}
         self.dy: dict[int, int] = {}
@@ -137,6 +146,10 @@ class _Step:
             self.halves[part, again] = self.emitter.ram(BufferKind.GRADIENT, size, part)
         return self.halves[part, again]
 
+    def trained(self, block: int, again: bool) -> list[int]:
+        """The buffer of a block's gradient; none where the step does not train it."""
+        return [self.gradient(block, again)] if block in self.active else []
+
     @property
     def scale(self) -> int | None:
         if self.plan.numerics.clip is None:
@@ -164,7 +177,8 @@ class _Step:
         backward's fetch would come before the store, which lags a visit."""
         near = 2 * block > 2 * self.head - self.plan.io.prefetch - 2
         kind = self.model.blocks[block].kind
-        if self.plan.placement.inputs == "ram" or near or kind not in ("layer", "experts"):
+        unused = block < self.lowest or kind not in ("layer", "experts")
+        if self.plan.placement.inputs == "ram" or near or unused:
             return []
         if kind == "layer":
             return [BufferKind.INPUT]
@@ -218,7 +232,7 @@ class _Step:
             reads = weights if block == 0 else [*weights, out]
             emitter.compute(TaskKind.EMBED_FORWARD, tokens, reads, [out], block, micro)
             return
-        keep = not model.recomputes(block)
+        keep = not model.recomputes(block) and block >= self.lowest
         if model.blocks[block].kind == "experts":
             out = self.input(model.following(block), micro) if model.closes(block) else -1
             self.experts.forward(block, micro, tokens, weights, out, keep)
@@ -306,10 +320,13 @@ class _Step:
     def _loss(self, micro: int, weights: list[int], shared: int | None, again: bool) -> None:
         block = self.head
         owners = [block] if shared is None else [block, shared]
-        writes = [self.output_gradient(micro), *(self.gradient(owner, again) for owner in owners)]
+        gradients = [buffer for owner in owners for buffer in self.trained(owner, again)]
+        writes = [self.output_gradient(micro), *gradients]
         reads = [*weights, self.input(block, micro)]
         tokens = self.tokens[micro]
-        self.emitter.compute(TaskKind.HEAD_LOSS, tokens, reads, writes, block, micro, again=again)
+        self.emitter.compute(
+            TaskKind.HEAD_LOSS, tokens, reads, writes, block, micro, again=again, frozen=not gradients
+        )
 
     def backward(self, block: int, micros: list[int], again: bool) -> Visit:
         """Fetch weights and spilled inputs, run; the aftermath is `complete`'s."""
@@ -343,9 +360,9 @@ class _Step:
         emitter, model, tokens = self.emitter, self.model, self.tokens[micro]
         # The first backward overwrites what was saved.
         recompute, dy = model.recomputes(block) or again, self.output_gradient(micro)
-        gradient = self.gradient(block, again)
+        gradients = self.trained(block, again)
         if model.blocks[block].kind == "experts":
-            self.experts.backward(block, micro, tokens, weights, dy, gradient, recompute)
+            self.experts.backward(block, micro, tokens, weights, dy, gradients, recompute)
             return
         saved = emitter.saved(block, tokens, micro) if recompute else self.saved.pop((block, micro))
         kind, reads = TaskKind.LAYER_BACKWARD, [*weights, self.input(block, micro), dy]
@@ -353,8 +370,8 @@ class _Step:
             kind, balance = TaskKind.ROUTE_BACKWARD, self.experts.balance(block)
             reads += [*self.experts.closed(block, micro), *([balance] if balance >= 0 else [])]
         reads += [] if recompute else saved
-        writes = [dy, gradient, *saved]
-        emitter.compute(kind, tokens, reads, writes, block, micro, recompute, again)
+        writes = [dy, *gradients, *saved]
+        emitter.compute(kind, tokens, reads, writes, block, micro, recompute, again, not gradients)
 
     def _embed_backward(self, block: int, micro: int, weights: list[int], again: bool) -> None:
         reads, writes = [*weights, self.output_gradient(micro)], [self.gradient(block, again)]
@@ -371,6 +388,8 @@ class _Step:
 
     def complete(self, block: int) -> Stream:
         """A block's gradient has its last contribution: its norm, then update or storage."""
+        if block not in self.active:
+            return []
         plan = self.plan
         gradient, stream = self.gradient(block), [Piece(None, self.norm(block))]
         if plan.update == "on-backward":
@@ -462,16 +481,19 @@ class _Step:
                 visits.append(visit)
         if commit and resident:
             self.spread(visits)
+        elif commit:
+            self.copy_others(visits)
         return visits
 
     def layers_backward(self, micros: list[int], again: bool) -> list[tuple[Visit, int]]:
-        """From the last layer to the first, each with its block."""
-        layers = [block.index for block in self.model.blocks if block.layer >= 0]
+        """From the last layer to the first that has to be passed, each with its block."""
+        layers = [b.index for b in self.model.blocks if b.layer >= 0 and b.index >= self.lowest]
         return [(self.backward(block, micros, again), block) for block in reversed(layers)]
 
     def embedding_backward(self, micros: list[int], again: bool) -> list[tuple[Visit, int]]:
         """The embedding's contributions, which come last, so that a tied gradient adds up in one order."""
-        return [(self.backward(block, micros, again), block) for block in reversed(self.model.embedding)]
+        blocks = [block for block in reversed(self.model.embedding) if block in self.active]
+        return [(self.backward(block, micros, again), block) for block in blocks]
 
     def two_passes(self, micros: list[int]) -> list[Visit]:
         """Backward for the norm alone, the clip factor, and backward again with updates (LOMO: Lv et
@@ -483,7 +505,7 @@ class _Step:
             backward += self.embedding_backward(micros, again)
             for visit, block in backward:
                 visits.append(visit)
-                if block < 0:
+                if block not in self.active:
                     continue
                 if again:
                     visit.after = [*visit.after, *self.update(block, self.gradient(block, again))]
@@ -500,7 +522,8 @@ class _Step:
         on_fetch = self.plan.update == "on-fetch"
         blocks = [block.index for block in self.model.blocks]
         if self.plan.update == "on-backward":
-            blocks = self._completed()
+            updated = self._completed()
+            blocks = [*updated, *(block for block in blocks if block not in updated)]
         waiting = [
             (self._visit_of_update(block, len(visits)), piece)
             for block in blocks
@@ -510,9 +533,9 @@ class _Step:
         for number, visit in enumerate(visits):
             until, stores = total * (number + 1) // len(visits), []
             while done < total:
-                updated, piece = waiting[done]
-                early = on_fetch and updated > number  # its update is what is to be stored
-                last = not on_fetch and updated <= number  # its next update follows
+                when, piece = waiting[done]
+                early = on_fetch and when > number  # its update is what is to be stored
+                last = not on_fetch and when <= number  # its next update follows
                 if early or (done >= until and not last):
                     break
                 stores.append(piece)
@@ -528,11 +551,29 @@ class _Step:
         if self.plan.update == "after-backward":
             return visits
         completed = self._completed()
-        return visits - len(completed) + completed.index(block)
+        if block not in completed:
+            return visits
+        # Some visits pass blocks that are not trained; the last ones are the embedding's.
+        passed = [b for b in self._order() if b >= self.lowest or b in self.active]
+        return visits - len(passed) + passed.index(block)
 
     def _completed(self) -> list[int]:
-        """All blocks in the order in which their gradients are complete: as their last visits come, but
-        for the head's norm, which comes after its parts."""
+        """The blocks that are trained in the order in which their gradients are complete."""
+        return [block for block in self._order() if block in self.active]
+
+    def copy_others(self, visits: list[Visit]) -> None:
+        """A snapshot has the state of blocks too that this step does not store: it is copied from their
+        slots, evenly over the visits."""
+        others = [block.index for block in self.model.blocks if block.index not in self.active]
+        copies = [piece for block in others for piece in self.emitter.copies(block)]
+        done = 0
+        for number, visit in enumerate(visits, start=1):
+            until = len(copies) * number // len(visits)
+            visit.after = [*visit.after, *copies[done:until]]
+            done = until
+
+    def _order(self) -> list[int]:
+        """All blocks as their last visits come, but for the head's norm, which comes after its parts."""
         blocks = [block.index for block in self.model.blocks]
         parts = [block.index for block in self.model.blocks if block.kind == "logits"]
         return [*reversed(parts), self.head, *(b for b in reversed(blocks[:-1]) if b not in parts)]
@@ -546,6 +587,7 @@ def build_step(
     pending: bool = False,
     commit: bool = False,
     snapshot: bool = False,
+    group: int | None = None,
 ) -> StepGraph:
     """The graph of one optimizer step.
 
@@ -557,17 +599,21 @@ def build_step(
         commit: make the state durable when its last update is done (the step before's, where
             `Plan.commits_late`).
         snapshot: write the state that is committed to a snapshot, too.
+        group: of `model.groups`, the one whose turn it is: only its blocks have gradients and updates,
+            and backward stops at the lowest of them. None: all blocks.
     """
-    step = _Step(model, costs, mean_length, pending, snapshot)
     plan = model.plan
+    if group is not None and plan.update == "on-fetch":
+        raise ValueError("a step that trains a group does not wait for the next one to update it")
+    step = _Step(model, costs, mean_length, pending, snapshot, group)
     visits = step.visits(commit)
     arrange(visits, plan.io)
     if not model.two_passes:
         step.clip()
     if plan.update == "after-backward":
-        for block in model.blocks:
+        for block in step.active:
             disk = plan.placement.gradients == "disk"
-            _emit(step.update(block.index, None if disk else step.gradient(block.index)), plan.io)
+            _emit(step.update(block, None if disk else step.gradient(block)), plan.io)
     if commit and not plan.commits_late:
         _emit(step.emitter.commit(), plan.io)
     return step.emitter.build()

@@ -71,12 +71,14 @@ class Works(ABC):
         costs: Costs,
         mean_length: float,
         recompute: bool = True,
+        frozen: bool = False,
     ) -> float:
         """How long a task takes.
 
         Args:
             mean_length: tokens per document, weighted by tokens; for attention's FLOPs.
             recompute: a backward runs forward again.
+            frozen: it gives the gradient of the input alone.
         """
 
 
@@ -147,6 +149,7 @@ class DecoderWorks(Works):
         costs: Costs,
         mean_length: float,
         recompute: bool = True,
+        frozen: bool = False,
     ) -> float:
         stream = self._shape.stream_bytes(tokens, self._types)
         parts = self._shape.vocabulary_parts
@@ -169,13 +172,14 @@ class DecoderWorks(Works):
             moved = 3.0 * tokens * self._shape.vocab * ITEMSIZE[self._types.compute]
             owners = (block, 0) if self._shape.tied else (block,)
             planes = sum(self._planes[owner] for owner in owners)
-            moved += 3.0 * (tokens / self._chunk(tokens)) * planes
-            return costs.compute(3 * bodies.head_flops(self._shape, tokens), moved=moved)
+            moved += 0.0 if frozen else 3.0 * (tokens / self._chunk(tokens)) * planes
+            return costs.compute((2 if frozen else 3) * bodies.head_flops(self._shape, tokens), moved=moved)
         layer = self._shape.layer(block)
         matmul, attention = bodies.layer_flops(layer, tokens, mean_length)
         factor, score = 1.0, 1.0
         if kind in BACKWARD:
             factor, score = (3.0, 3.5) if recompute else (2.0, 2.5)
+            factor -= 1.0 if frozen else 0.0
         moved = bodies.layer_moved(layer, tokens, self._types) * factor
         return costs.compute(matmul * factor, attention * score, moved)
 
@@ -214,6 +218,7 @@ class ModuleWorks(Works):
         costs: Costs,
         mean_length: float,
         recompute: bool = True,
+        frozen: bool = False,
     ) -> float:
         cost = self._shape.cost(block, tokens)
         measured = cost.backward_seconds if _is_backward(kind) else cost.forward_seconds

@@ -94,7 +94,7 @@ def layer_backward(
         scratch: layer_backward_scratch.
         dy, dx: c [M, H], gradients of the output (read) and the input (written). dx may be
             dy; it may not be x.
-        grads: g, by parameter name.
+        grads: g, by parameter name; empty: the layer is frozen, only dx is wanted.
     """
     n = batch.tokens
     x, dy, dx, middle = x[:n], dy[:n], dx[:n], saved["middle"][:n]
@@ -180,7 +180,7 @@ def head_loss(
 
     Args:
         weights, grads: "norm.weight" and "weight" [V, H]; for a tied model the latter are the
-            embedding's.
+            embedding's; an empty `grads`: the head is frozen.
         x: c [M, H]; dx: c [M, H], written, may be x.
         scale: factor of the gradient, 1 / (targets of the global batch). The loss is not scaled.
         scratch: head_scratch(..., chunk, train=True).
@@ -202,7 +202,7 @@ def head_loss(
         if cap is not None:
             kernels.softcap_backward(logits, capped, 1.0, cap)
         total += loss.sum(dtype=torch.float64)
-        weight_gradient(kernels, logits, normed, grads["weight"], opening, scratch)
+        weight_gradient(kernels, logits, normed, grads.get("weight"), opening, scratch)
         dnormed = scratch["dnormed"][:count]
         input_gradient(logits, weights["weight"], dnormed, scratch)
         norm_backward(

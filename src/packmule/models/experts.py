@@ -107,7 +107,7 @@ def close_backward(
     assert layer.experts is not None
     route_backward(
         kernels, layer.experts, weights["router.weight"], routed, dispatched, balance,
-        grads["router.weight"], first, scratch, normed,
+        grads.get("router.weight"), first, scratch, normed,
     )  # fmt: skip
     norm_backward(kernels, layer.norm, weights, "norm2", normed, x, saved, dx, grads, dy, first)
 
@@ -148,7 +148,7 @@ def route_backward(
     routed: Tensors,
     dispatched: Tensors,
     balance: Tensor,
-    grad: Tensor,
+    grad: Tensor | None,
     first: bool,
     scratch: Tensors,
     dnormed: Tensor,
@@ -158,7 +158,7 @@ def route_backward(
     Args:
         dispatched: as all groups' `experts_backward` left it; "dnormed" is overwritten.
         balance: s [E], gradient of the load-balancing loss with respect to a token's probabilities.
-        grad: g [E, H], the router's.
+        grad: g [E, H], the router's; None: it is frozen.
         dnormed: c [N, H], written.
         scratch: room for products and "dlogits" c [M, E].
     """
@@ -230,7 +230,7 @@ def experts_backward(
         dy: c [M, H], gradient of the layer's output; not changed.
         dispatched: gradients of the normed tokens (added; zeroed first where `opening`: these are
             the first experts of the layer to run) and of the pairs' shares (written).
-        grads: g, by parameter name. An expert without tokens has a gradient of zeros.
+        grads: g, by parameter name; empty: frozen. An expert without tokens has a gradient of zeros.
     """
     if opening:
         dispatched["dnormed"][:tokens].zero_()
@@ -238,7 +238,7 @@ def experts_backward(
     for some in _by_expert(routed, reversed(group)):
         named = {name: some.weight(name) for name in ("gate", "up", "down")}
         if not len(some):
-            if first:
+            if first and grads:
                 for name in named.values():
                     grads[name].zero_()
             continue
@@ -249,10 +249,10 @@ def experts_backward(
         kernels.activate(gate, up, act, experts.activation)
         input_gradient(drows, weights[named["down"]], dact, scratch)
         kernels.weigh_backward(dact, act, routed["share"], some.pairs, dispatched["dshare"])
-        weight_gradient(kernels, drows, act, grads[named["down"]], first, scratch)
+        weight_gradient(kernels, drows, act, grads.get(named["down"]), first, scratch)
         kernels.activate_backward(dact, gate, up, gate, up, experts.activation)
-        weight_gradient(kernels, gate, rows, grads[named["gate"]], first, scratch)
-        weight_gradient(kernels, up, rows, grads[named["up"]], first, scratch)
+        weight_gradient(kernels, gate, rows, grads.get(named["gate"]), first, scratch)
+        weight_gradient(kernels, up, rows, grads.get(named["up"]), first, scratch)
         input_gradient(gate, weights[named["gate"]], drows, scratch)  # drows have been used
         input_gradient(up, weights[named["up"]], drows, scratch, add=True)
         kernels.embedding_backward(drows, some.tokens, dispatched["dnormed"][:tokens], False)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor
 
 from packmule.shapes.layer import Norm
@@ -45,13 +46,17 @@ def norm_backward(
     Args:
         dy, x, residual: c [N, H]; dx may be dy or residual.
         saved: what `norm_forward` left.
+        grads: by parameter name; empty: the parameters are frozen.
         first: write the parameters' gradients, do not add.
     """
     weight, rstd = weights[f"{name}.weight"], saved[f"{name}.rstd"][: len(x)]
-    dweight = grads[f"{name}.weight"]
+    dweight = grads.get(f"{name}.weight")
+    if dweight is None:  # frozen: a few numbers that nobody reads
+        dweight, first = torch.empty_like(weight, dtype=rstd.dtype), True
     if norm.kind == "rms":
         kernels.rmsnorm_backward(dy, x, weight, rstd, dx, dweight, residual, first, norm.offset)
     else:
         mean = saved[f"{name}.mean"][: len(x)]
-        kernels.column_sums(dy, grads[f"{name}.bias"], first)  # before dx takes dy's place
+        if grads:
+            kernels.column_sums(dy, grads[f"{name}.bias"], first)  # before dx takes dy's place
         kernels.layernorm_backward(dy, x, weight, mean, rstd, dx, dweight, residual, first)

@@ -85,9 +85,10 @@ def project_gradients(
     first: bool,
     scratch: Scratch,
 ) -> None:
-    """Gradients of the weight and bias of `project`. Shapes as in `weight_gradient`."""
-    weight_gradient(kernels, dy, x, grads[f"{name}.weight"], first, scratch)
-    if bias:
+    """Gradients of the weight and bias of `project`, unless `grads` is empty. Shapes as in
+    `weight_gradient`."""
+    weight_gradient(kernels, dy, x, grads.get(f"{name}.weight"), first, scratch)
+    if bias and grads:
         kernels.column_sums(dy, grads[f"{name}.bias"], first)
 
 
@@ -136,9 +137,12 @@ def sum_input_gradients(
 
 
 def weight_gradient(
-    kernels: Kernels, dy: Tensor, x: Tensor, grad: Tensor, first: bool, scratch: Scratch
+    kernels: Kernels, dy: Tensor, x: Tensor, grad: Tensor | None, first: bool, scratch: Scratch
 ) -> None:
-    """grad (+)= dyᵀ x. dy: c [N, O]; x: c [N, I]; grad: g [O, I], written where `first`."""
+    """grad (+)= dyᵀ x. dy: c [N, O]; x: c [N, I]; grad: g [O, I], written where `first`; None: the
+    weight is frozen."""
+    if grad is None:
+        return
     if "wide_weight" in scratch:
         for part in _slabs(len(grad), WEIGHT_ROWS):
             for rows in _slabs(len(x), PRODUCT_ROWS):

@@ -38,6 +38,6 @@ class AdamW(Rule):
             beta2=numbers.beta2,
             eps=numbers.eps,
             weight_decay=self.decay(role),
-            step=update.step,
+            step=update.age or update.step,
             grad_scale=update.factor,
         )

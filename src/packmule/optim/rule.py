@@ -26,11 +26,16 @@ class Update:
         step: 1 for the first.
         learning_rate: of this step.
         factor: multiplies every gradient (the clip factor).
+        age: updates that the planes besides the master have seen, this one included; 1: they start
+            at zero, whatever they hold. None: one in each step.
+        group: the blocks that are updated, by number; None: all.
     """
 
     step: int
     learning_rate: float
     factor: float = 1.0
+    age: int | None = None
+    group: int | None = None
 
 
 @dataclass(frozen=True)

@@ -10,8 +10,10 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from packmule.optim.rule import Update
 from packmule.spec.growth import rows_at
 from packmule.spec.plan import Numerics, ScheduleNumerics
+from packmule.spec.turns import turn_at
 
 
 @dataclass(frozen=True)
@@ -28,9 +30,26 @@ class Rates:
     weight: float
 
 
-def rates(numerics: Numerics, step: int) -> Rates:
-    """Of optimizer step `step` (0 for the first)."""
-    rate = learning_rate(numerics.schedule, step)
+def update_at(numerics: Numerics, groups: int, step: int) -> Update:
+    """What the updates of step `step` (0 for the first) share.
+
+    Args:
+        groups: of blocks that take turns; 0: all blocks are updated in every step.
+    """
+    if numerics.turns is None:
+        return Update(step + 1, rates(numerics, step).learning_rate)
+    turn = turn_at(numerics.turns, groups, numerics.seed, step)
+    rate = rates(numerics, step, turn.rate_step).learning_rate
+    return Update(step + 1, rate, age=turn.age, group=turn.group)
+
+
+def rates(numerics: Numerics, step: int, scheduled: int | None = None) -> Rates:
+    """Of optimizer step `step` (0 for the first).
+
+    Args:
+        scheduled: the step at which the schedule stands, where it lags behind.
+    """
+    rate = learning_rate(numerics.schedule, step if scheduled is None else scheduled)
     scaling = numerics.schedule.scaling
     if scaling != "off":
         share = rows_at(numerics.growth, numerics.rows, step) / (numerics.schedule.base_rows or numerics.rows)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
@@ -89,6 +89,8 @@ def ram_bound(shape: Shape, plan: Plan) -> int:
             at_head = head_planes - sizes.planes[last]
         if plan.order == "depth" and numerics.micro_tokens.count(tokens) > 1:
             at_head = at_group = at_last = at_first  # from the second micro-batch on all are there
+    if numerics.turns:  # of one group, and which ones are there at the peak depends on it
+        at_head = at_group = at_last = at_first = at_end = 0
     stream = shape.stream_bytes(tokens, types)
     layer_inputs = shape.stream_bytes(step_tokens, types)
     inputs = layer_inputs * shape.layers if place.inputs == "ram" else stream
@@ -174,8 +176,17 @@ class Busy(NamedTuple):
         return self.alone + max(self.cores, hidden) + HARD_TO_HIDE * hidden
 
 
+def _shares(groups: tuple[tuple[int, ...], ...], blocks: int) -> tuple[list[float], list[float]]:
+    """Per block, shares of the steps in which (a backward passes it, it is trained)."""
+    if not groups:
+        return [1.0] * blocks, [1.0] * blocks
+    passed = [sum(group[0] <= block for group in groups) / len(groups) for block in range(blocks)]
+    return passed, [sum(block in group for group in groups) / len(groups) for block in range(blocks)]
+
+
 def seconds_bound(shape: Shape, plan: Plan, costs: Costs, mean_length: float) -> Busy:
-    """How long a plan's step keeps the cores and the disk busy."""
+    """How long a plan's step keeps the cores and the disk busy. Where groups take turns, the mean over
+    them."""
     numerics, place = plan.numerics, plan.placement
     types = bodies.dtypes(numerics)
     model, sizes = PlannedModel(shape, plan), Sizes.of(shape, numerics)
@@ -183,41 +194,61 @@ def seconds_bound(shape: Shape, plan: Plan, costs: Costs, mean_length: float) ->
     works = works_of(shape, types, numerics.loss_chunk, sizes.planes)
     openings = [block.index for block in shape.blocks() if block.kind == "layer"]
     twice = plan.update == "on-backward" and numerics.clip is not None
+    passed, trained = _shares(model.groups, len(sizes.planes))
     cores = 0.0
     for tokens in numerics.micro_tokens:
 
-        def seconds(kind: TaskKind, block: int, recompute: bool = True, tokens: int = tokens) -> float:
-            return works.seconds(kind, block, tokens, costs, mean_length, recompute)
+        def seconds(kind: TaskKind, block: int, tokens: int = tokens) -> float:
+            return works.seconds(kind, block, tokens, costs, mean_length)
+
+        def backward(
+            kind: TaskKind, blocks: Sequence[int], recompute: bool = True, tokens: int = tokens
+        ) -> float:
+            """Of some blocks that are alike."""
+            if not blocks:
+                return 0.0
+            frozen, whole = (
+                works.seconds(kind, blocks[0], tokens, costs, mean_length, recompute, one)
+                for one in (True, False)
+            )
+            learning = sum(trained[block] for block in blocks)
+            return sum(passed[block] for block in blocks) * frozen + learning * (whole - frozen)
 
         for _, indices in shape.layer_groups:
-            block, again = openings[indices[0]], sum(plan.recompute[index] for index in indices)
+            block = openings[indices[0]]
             cores += len(indices) * seconds(TaskKind.LAYER_FORWARD, block)
+            for again in (False, True):
+                some = [openings[index] for index in indices if plan.recompute[index] == again]
+                cores += backward(TaskKind.LAYER_BACKWARD, some, again)
             if twice:
-                cores += len(indices) * seconds(TaskKind.LAYER_BACKWARD, block, True)
-            cores += again * seconds(TaskKind.LAYER_BACKWARD, block, True)
-            cores += (len(indices) - again) * seconds(TaskKind.LAYER_BACKWARD, block, False)
+                cores += backward(TaskKind.LAYER_BACKWARD, [openings[index] for index in indices])
             own = works.experts(block)
             if own is not None and isinstance(shape, ModelShape):
                 layer = shape.layer(block)
-                matmul = 3 * bodies.experts_flops(layer, tokens, own.count)
-                moved = 3 * bodies.experts_moved(layer, tokens, types, own.count)
+                shares = [passed[openings[index]] + trained[openings[index]] for index in indices]
+                runs = 1 + sum(shares) / len(shares)
+                matmul = runs * bodies.experts_flops(layer, tokens, own.count)
+                moved = runs * bodies.experts_moved(layer, tokens, types, own.count)
                 cores += len(indices) * costs.compute(matmul, moved=moved)
         # Parts are as equal as can be; the last one is no larger than any.
         embed, part = model.embedding[-1], model.head_parts[-1] if model.cut else -1
-        ends = len(model.embedding) * seconds(TaskKind.EMBED_BACKWARD, embed)
-        ends += seconds(TaskKind.HEAD_CLOSE if model.cut else TaskKind.HEAD_LOSS, last)
+        ends = sum(trained[block] for block in model.embedding) * seconds(TaskKind.EMBED_BACKWARD, embed)
+        ends += backward(TaskKind.HEAD_CLOSE if model.cut else TaskKind.HEAD_LOSS, [last])
         cores += len(model.embedding) * seconds(TaskKind.EMBED_FORWARD, embed)
         if model.cut:
             ends += len(model.head_parts) * seconds(TaskKind.PART_GRADIENT, part)
             cores += len(model.head_parts) * seconds(TaskKind.PART_SCORE, part)
         cores += ends * (2 if twice else 1)
-    total, state = sum(sizes.planes), float(sum(sizes.state))
+    total, state = (
+        sum(share * size for share, size in zip(trained, per_block, strict=True))
+        for per_block in (sizes.planes, sizes.state)
+    )
     cores += costs.compute(moved=2 * state + 1.5 * total)
     # Layers are fetched twice a pass, embedding and head once, parts of the head's matrix twice but for
     # the last of them; for on-fetch an update serves the first.
     passes = 1 if plan.order == "breadth" else len(numerics.micro_rows)
     once = ("embed", "head")
-    times = [(1 if block.kind in once else 2) * passes - 1 for block in shape.blocks()]
+    times = [(1 if block.kind in once else 1 + passed[block.index]) * passes - 1 for block in shape.blocks()]
     if shape.tied:
         for block in model.embedding:
             times[block] += (2 if model.cut else 1) * passes
@@ -234,7 +265,7 @@ def seconds_bound(shape: Shape, plan: Plan, costs: Costs, mean_length: float) ->
             read += sum(count * size for count, size in zip(times, sizes.planes, strict=True))
     if place.weights == "disk":
         read += sum(count * size for count, size in zip(times, sizes.weights, strict=True))
-        written += sum(sizes.weights)
+        written += sum(share * size for share, size in zip(trained, sizes.weights, strict=True))
     if place.gradients == "disk":
         moved = 0 if plan.update == "on-backward" else total
         late_read += moved

@@ -110,13 +110,19 @@ def placements(situation: Situation, update: Update, numerics: Numerics) -> list
 
 def updates(situation: Situation) -> list[Update]:
     """Update modes that a job may have."""
-    modes: list[Update] = ["on-backward", "after-backward", "on-fetch"]
+    modes: list[Update] = ["on-backward", "after-backward"]
+    if situation.numerics.turns is None:
+        modes.append("on-fetch")
     return [mode for mode in modes if situation.update in (None, mode)]
 
 
 def allowed(plan: Plan) -> bool:
     """Combinations the builder does not offer, by the table in docs/design.md."""
     many = len(plan.numerics.micro_rows) > 1
+    if plan.numerics.turns and (plan.update == "on-fetch" or plan.placement.gradients == "disk"):
+        return False  # one group's gradient, used before the next group's turn
+    if plan.numerics.turns and plan.numerics.vocabulary_parts > 1:
+        return False  # a group is made of whole blocks
     if plan.order == "depth" and not many:
         return False  # the same as breadth
     if plan.order == "depth" and plan.update == "on-backward":

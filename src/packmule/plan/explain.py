@@ -9,6 +9,7 @@ from packmule.plan.situation import Situation
 from packmule.plan.table import Table, plain
 from packmule.plan.wear import wear
 from packmule.shapes.bodies import dtypes
+from packmule.shapes.groups import groups_of
 from packmule.shapes.module import ModuleShape, Shape
 from packmule.spec.plan import Numerics, PhaseMemory, Plan
 from packmule.spec.units import format_bytes, format_seconds, format_share
@@ -47,7 +48,11 @@ def decisions(shape: Shape, plan: Plan) -> list[tuple[str, str]]:
         "ram": f"{format_bytes(weights)} in RAM, a copy",
         "disk": f"{format_bytes(weights)} on disk, a copy streamed block by block",
     }
-    if plan.update == "on-backward":
+    groups = groups_of(shape.blocks(), numerics.turns) if numerics.turns else ()
+    if groups and plan.update != "on-backward":
+        most = max(sum(sizes.planes[block] for block in group) for group in groups)
+        gradients = f"of one group at a time, at most {format_bytes(most)} in RAM"
+    elif plan.update == "on-backward":
         gradients = f"one block at a time, at most {format_bytes(max(sizes.planes))} in RAM"
         if PlannedModel(shape, plan).halved(0):
             gradients += "; the head's of the vocabulary on disk until the embedding adds its own"
@@ -70,6 +75,7 @@ def decisions(shape: Shape, plan: Plan) -> list[tuple[str, str]]:
         ("activations", _activations(plan)),
         ("block inputs", f"{format_bytes(_input_bytes(shape, plan))} {_where(place.inputs)}"),
         ("update", _update(plan)),
+        *_turns(numerics, groups, sizes),
         ("commit", _commits(plan)),
     ]
     if "disk" in (place.state, place.weights, place.gradients, place.inputs):
@@ -92,6 +98,16 @@ def _vocabulary(shape: Shape, numerics: Numerics) -> list[tuple[str, str]]:
     most = max(planes[block.index] for block in shape.cut(parts).blocks() if block.tokens)
     how = f"in {parts} parts of at most {format_bytes(most)}, so that it need not fit at once"
     return [("vocabulary", f"{how} (the head computes its logits twice)")]
+
+
+def _turns(numerics: Numerics, groups: tuple[tuple[int, ...], ...], sizes: Sizes) -> list[tuple[str, str]]:
+    """Who is trained when, where groups of blocks take turns."""
+    turns = numerics.turns
+    if turns is None:
+        return []
+    most = max(sum(sizes.state[block] for block in group) for group in groups)
+    text = f"{turns.method}: {len(groups)} groups, {_count(turns.steps, 'step')} each, {turns.order}"
+    return [("turns", f"{text}; a group's state is at most {format_bytes(most)}")]
 
 
 def _rows(shape: Shape, numerics: Numerics) -> str:

@@ -53,9 +53,10 @@ def inference_plan(
                 io=Io(prefetch=1, chunk_bytes=chunk_bytes),
                 checkpoint=CheckpointPlan(commit_steps=1, snapshot_steps=None),
             )
-            graphs = inference_graphs(
+            makers = inference_graphs(
                 PlannedModel(shape, plan), costs, mean_length, evaluation_rows, positions
             )
+            graphs = {name: make() for name, make in makers.items()}
             arena = max(graph.extent(Tier.RAM) for graph in graphs.values())
             ram = baseline_bytes + arena + outside_bytes(shape, plan, graphs.values(), staging=0)
             least = ram if least is None else min(least, ram)

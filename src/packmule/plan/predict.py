@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from statistics import fmean
+
 import numpy as np
 
 from packmule.graph.kinds import COMPUTE, BufferKind, TaskKind, Tier
 from packmule.graph.model import PlannedModel
-from packmule.graph.run import SNAPSHOT, run_graphs
+from packmule.graph.run import SNAPSHOT, Maker, extents_of, grouped, run_graphs
 from packmule.graph.simulate import simulate, times
 from packmule.graph.step import StepGraph
 from packmule.graph.traffic import copied, spilled, traffic, uses_disk
@@ -57,7 +60,7 @@ def baseline(situation: Situation) -> int:
     return situation.hardware.parent_baseline_bytes + situation.hardware.child_baseline_bytes
 
 
-def graphs(situation: Situation, plan: Plan) -> dict[str, StepGraph]:
+def graphs(situation: Situation, plan: Plan) -> dict[str, Maker]:
     """Every graph that the run goes through, by name."""
     model = PlannedModel(situation.shape, plan)
     return run_graphs(
@@ -92,20 +95,39 @@ def _touched(graph: StepGraph, tasks: np.ndarray) -> set[int]:
 def step_only(situation: Situation, plan: Plan) -> tuple[float, int]:
     """(seconds, bytes of the process tree) of a steady step; the quick check of a search."""
     model = PlannedModel(situation.shape, plan)
-    graph = build_step(model, situation.costs, situation.mean_length, pending=plan.update == "on-fetch")
-    # A run holds the objects of this graph, of the one that commits, and for on-fetch of the first step's.
-    alike = (graph,) * (3 if plan.update == "on-fetch" else 2)
-    ram = baseline(situation) + graph.extent(Tier.RAM) + outside_bytes(situation.shape, plan, alike)
-    return float(times(graph)[1].max(initial=0.0)), ram
+    # Of groups that take turns, the two whose steps are longest and shortest.
+    some = sorted({0, len(model.groups) - 1}) if model.groups else [None]
+    pending, seconds, ram = plan.update == "on-fetch", 0.0, 0
+    for group in some:
+        graph = build_step(model, situation.costs, situation.mean_length, pending=pending, group=group)
+        # A run holds the objects of this graph, of the one that commits, and for on-fetch of the first
+        # step's; of groups' graphs it holds one.
+        alike = (graph,) * (1 if model.groups else 3 if pending else 2)
+        outside = outside_bytes(situation.shape, plan, alike)
+        ram = max(ram, baseline(situation) + graph.extent(Tier.RAM) + outside)
+        seconds += float(times(graph)[1].max(initial=0.0)) / len(some)
+    return seconds, ram
 
 
 def predict(situation: Situation, plan: Plan) -> Predicted:
-    """Simulate every phase of a run under a plan."""
-    every = graphs(situation, plan)
+    """Simulate every phase of a run under a plan. Where groups take turns, a step is the mean of theirs,
+    and its memory that of the largest."""
+    makers = graphs(situation, plan)
+    groups = len(PlannedModel(situation.shape, plan).groups)
+    extents = extents_of(makers.values())
+    arena, disk, slots = extents[Tier.RAM], extents[Tier.DISK], 2 * extents[Tier.SLOTS]
+    every = {name: make() for name, make in makers.items() if ", group " not in name}
+    turns: list[Predicted] = []
+    for group in range(groups):
+        suffix = grouped("", group)
+        found = {name: make for name, make in makers.items() if name.endswith(suffix)}
+        steps = {name.removesuffix(suffix): make() for name, make in found.items()}
+        lines = {name: simulate(graph) for name, graph in steps.items()}
+        turns.append(_times(plan, steps, lines, 0, ()))
+        most = every.get("step")
+        if most is None or steps["step"].extent(Tier.RAM) > most.extent(Tier.RAM):
+            every |= steps
     timelines = {name: simulate(graph) for name, graph in every.items()}
-    arena = max(graph.extent(Tier.RAM) for graph in every.values())
-    disk = max(graph.extent(Tier.DISK) for graph in every.values())
-    slots = 2 * max(graph.extent(Tier.SLOTS) for graph in every.values())
     held = held_bytes(situation.shape, plan, every.values())
     outside = outside_bytes(situation.shape, plan, every.values())
     base = baseline(situation)
@@ -125,7 +147,20 @@ def predict(situation: Situation, plan: Plan) -> Predicted:
     export = {"baseline": base, "unused arena": arena}
     export |= {"compiled kernels and objects": held, "workspace": outside - held}
     phases.append(_phase("export", export, slots + disk + 4 * situation.shape.numel))
-    return _times(plan, every, timelines, base + arena + outside, tuple(phases))
+    whole = _times(plan, every, timelines, base + arena + outside, tuple(phases))
+    return _mean(whole, turns) if turns else whole
+
+
+def _mean(largest: Predicted, turns: list[Predicted]) -> Predicted:
+    """Times and traffic of the mean turn; memory of the largest."""
+    mean: dict[str, float | int] = {}
+    for name, value in largest:
+        if isinstance(value, float):
+            mean[name] = fmean(getattr(turn, name) for turn in turns)
+        elif name.startswith("disk_bytes") or name == "snapshot_bytes":
+            mean[name] = round(fmean(getattr(turn, name) for turn in turns))
+    bottleneck = Counter(turn.bottleneck for turn in turns).most_common(1)[0][0]
+    return largest.model_copy(update={**mean, "bottleneck": bottleneck})
 
 
 def _phase(name: str, parts: dict[str, int], disk: int) -> PhaseMemory:

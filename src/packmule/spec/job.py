@@ -20,6 +20,7 @@ from packmule.spec.job_values import (
     AutoBytes,
     AutoCount,
     AutoFlag,
+    BlockOrder,
     Clip,
     Factory,
     FormatName,
@@ -46,6 +47,7 @@ from packmule.spec.job_values import (
 )
 from packmule.spec.plan import Precision
 from packmule.spec.records import Record
+from packmule.spec.turns import Turns
 from packmule.spec.yaml_text import dump_yaml
 
 BF16_UNITS = frozenset({"avx512_bf16", "amx_bf16", "bf16"})
@@ -311,6 +313,13 @@ class Optim(Section):
     lr_base_batch_size: int | None = Field(
         default=None, ge=1, description="rows that learning_rate is meant for; null: global_batch_size"
     )
+    block_schedule: Literal["all", "hift", "badam"] = Field(
+        default="all", description="which blocks a step trains: all of them, or groups that take turns"
+    )
+    block_layers: int = Field(default=1, ge=1, description="layers of a group")
+    block_steps: int | None = Field(default=None, ge=1, description="steps of a turn of BAdam; null: 50")
+    block_order: BlockOrder = Field(default="ascending", description="whose turn is next")
+    block_ends: bool = Field(default=True, description="whether embedding and head have turns too")
 
     @model_validator(mode="after")
     def _agree(self) -> Optim:
@@ -336,12 +345,49 @@ class Optim(Section):
                 "`optim.batch_warmup_steps` and `optim.batch_warmup_rows` belong together.",
                 "give both: the steps until the batch is whole, and the rows of the first step",
             )
+        self._check_turns()
         if self.min_lr > self.learning_rate:
             raise ConfigError(
                 f"`optim.min_lr` = {self.min_lr} is above `optim.learning_rate` = {self.learning_rate}.",
                 "min_lr is where the schedule ends; lower it",
             )
         return self
+
+    def _check_turns(self) -> None:
+        """What has a meaning only where groups of blocks take turns."""
+        fields = type(self).model_fields
+        for name in ("block_layers", "block_steps", "block_order", "block_ends"):
+            given = getattr(self, name) != fields[name].default
+            if given and self.block_schedule == "all":
+                raise ConfigError(
+                    f"`optim.{name}` = {getattr(self, name)!r} is of blocks that take turns, and "
+                    "`optim.block_schedule` is `all`.",
+                    "use `hift` or `badam`, or leave it out",
+                )
+        if self.block_schedule == "hift" and self.block_steps not in (None, 1):
+            raise ConfigError(
+                f"`optim.block_steps` = {self.block_steps}: a turn of `hift` is one step.",
+                "leave it out, or use `badam`",
+            )
+        if self.block_schedule == "badam" and self.optim != "adamw":
+            raise ConfigError(
+                f"`optim.block_schedule` = 'badam' runs Adam on each block, and `optim.optim` is "
+                f"{self.optim!r}.",
+                "use `--optim adamw`, or `--block-schedule hift`, which takes any optimizer",
+            )
+
+    @property
+    def turns(self) -> Turns | None:
+        """The active-block schedule, if there is one."""
+        if self.block_schedule == "all":
+            return None
+        return Turns(
+            method=self.block_schedule,
+            layers=self.block_layers,
+            steps=1 if self.block_schedule == "hift" else self.block_steps or 50,
+            order=self.block_order,
+            ends=self.block_ends,
+        )
 
     def warmup(self, total_steps: int) -> int:
         """Steps of warm-up in a run of `total_steps`; a ratio is rounded up, as in transformers."""

@@ -44,6 +44,9 @@ _BY_FIELD = {
     "optim.min_lr": "min_learning_rate lr_min",
     "optim.weight_decay": "wd",
     "optim.max_grad_norm": "max_norm grad_clip clip_grad_norm gradient_clipping gradient_clip_val clip",
+    "optim.block_layers": "group_element hift_group_size",
+    "optim.block_steps": "badam_switch_interval switch_block_every",
+    "optim.block_order": "badam_switch_mode switch_mode optimizer_strategy",
     "optim.adam_beta1": "beta1",
     "optim.adam_beta2": "beta2",
     "optim.adam_epsilon": "eps adam_eps epsilon",
@@ -101,6 +104,12 @@ def _warmup(value: Any) -> tuple[str, Any]:
     return ("optim.warmup_ratio" if is_share else "optim.warmup_steps"), value
 
 
+def _flag_to_schedule(value: Any) -> tuple[str, Any] | None:
+    if value is None or str(value).lower() in ("false", "no", "off"):
+        return None
+    return "optim.block_schedule", "badam" if str(value).lower() in ("true", "yes", "on") else value
+
+
 def _flag_to_train_on(all_when: bool) -> Callable[[Any], tuple[str, Any] | None]:
     """A switch of another tool that makes prompts carry loss when it is `all_when`."""
 
@@ -117,6 +126,7 @@ def _flag_to_train_on(all_when: bool) -> Callable[[Any], tuple[str, Any] | None]
 CONVERTED: dict[str, Callable[[Any], tuple[str, Any] | None]] = {
     "bf16": _flag_to_precision("bf16-mixed"),
     "fp32": _flag_to_precision("fp32"),
+    "use_badam": _flag_to_schedule,
     "warmup": _warmup,
     "train_on_prompt": _flag_to_train_on(True),
     "train_on_inputs": _flag_to_train_on(True),

@@ -16,6 +16,7 @@ from pydantic import AfterValidator, BeforeValidator, Field
 from packmule.errors import ConfigError
 from packmule.spec.growth import Scaling
 from packmule.spec.plan import RuleName
+from packmule.spec.turns import Order
 from packmule.spec.units import parse_bytes
 
 Where = Literal["auto", "ram", "disk"]
@@ -202,6 +203,16 @@ def _scheduler(value: Any) -> Any:
     return names.get(value, value) if isinstance(value, str) else value
 
 
+def _block_order(value: Any) -> Any:
+    """The names of HiFT and BAdam for the same orders."""
+    names = {
+        **dict.fromkeys(("bottom2up", "down2up"), "ascending"),
+        **dict.fromkeys(("top2down", "up2down"), "descending"),
+    }
+    text = str(value).lower().replace("_", "").replace("-", "")
+    return names.get(text, value)
+
+
 def _off(value: Any) -> Any:
     return "off" if value is None or value is False else value
 
@@ -228,6 +239,7 @@ PrecisionName = Annotated[Literal["auto", "fp32", "bf16-mixed", "fp64"], BeforeV
 UpdateName = Literal["auto", "after-backward", "on-backward", "on-fetch"]
 OptimizerName = Annotated[RuleName, BeforeValidator(_optimizer)]
 SchedulerName = Annotated[Literal["constant", "linear", "cosine", "wsd"], BeforeValidator(_scheduler)]
+BlockOrder = Annotated[Order, BeforeValidator(_block_order)]
 ScalingName = Annotated[Scaling, BeforeValidator(_off)]
 Clip = Annotated[float | None, BeforeValidator(_clip), AfterValidator(_positive_clip)]
 ResumeFrom = Annotated[Text, BeforeValidator(_resume)]

@@ -11,6 +11,7 @@ from pydantic import Field
 
 from packmule.spec.growth import Growth, Scaling
 from packmule.spec.records import Record
+from packmule.spec.turns import Turns
 
 Precision = Literal["fp32", "bf16-mixed", "fp64"]
 Update = Literal["after-backward", "on-backward", "on-fetch"]
@@ -68,6 +69,7 @@ class Numerics(Record):
     )
     optimizer: OptimizerNumerics
     schedule: ScheduleNumerics
+    turns: Turns | None = Field(default=None, description="which blocks each step trains; null: all of them")
     seed: int
     threads: int
     kernels: Literal["native", "torch"]

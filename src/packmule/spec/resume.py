@@ -156,8 +156,11 @@ TABLE = (
         WARM_START,
     ),
     Row(
-        "optimizer",
-        ("optim.optim",),
+        "optimizer, turns of blocks",
+        (
+            *("optim.optim", "optim.block_schedule", "optim.block_layers", "optim.block_steps"),
+            *("optim.block_order", "optim.block_ends"),
+        ),
         "refused",
         WARM_START,
     ),
@@ -247,8 +250,10 @@ def refuse(before: Job, after: Job, run: str) -> None:
 def job_hash(job: Job) -> str:
     """SHA-256 (hex) over what a run never changes: the fields whose change is refused."""
     kept = {key: _value(job, key) for key in fields() if row_of(key).effect == "refused"}
-    for key in ("model.factory", "model.arguments"):  # of runs that have none, as before there were any
-        if not kept[key]:
+    later = [key for key in kept if key in ("model.factory", "model.arguments") or ".block_" in key]
+    for key in later:  # of runs that have none, as before there were any
+        section, _, name = key.partition(".")
+        if getattr(getattr(job, section), name) == SECTIONS[section].model_fields[name].get_default():
             del kept[key]
     text = json.dumps(kept, sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(text.encode()).hexdigest()

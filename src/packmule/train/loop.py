@@ -15,8 +15,7 @@ from packmule.engine.engine import Engine, Needs
 from packmule.engine.executor import Stopped
 from packmule.errors import DamagedFile, DiskError, OutOfMemory, PackmuleError, TimeIsUp
 from packmule.graph.model import PlannedModel
-from packmule.optim.rule import Update
-from packmule.optim.schedules import rates
+from packmule.optim.schedules import update_at
 from packmule.spec.growth import rows_at, rows_before
 from packmule.spec.resume import job_hash
 from packmule.tiers.disk import Disk, aligned_buffer
@@ -306,7 +305,8 @@ class Loop:
         fetching = time.monotonic()
         ids, batches, targets = self.subject.step(cursor, numerics.cut(rows))
         fetched = time.monotonic() - fetching
-        rate = rates(numerics, step).learning_rate
+        update = update_at(numerics, len(self.engine.model.groups), step)
+        rate = update.learning_rate
         self.tokens += targets
         keeps = self._keeps(step + 1)
         commit = keeps or (step + 1) % self.plan.checkpoint.commit_steps == 0 or step + 1 == total
@@ -316,7 +316,7 @@ class Loop:
                 result = self.engine.step(
                     batches,
                     targets,
-                    Update(step + 1, rate),
+                    update,
                     self._progress(step + 1),
                     commit,
                     snapshot=keeps,

@@ -90,6 +90,7 @@ def make_numerics(job: Job, hardware: Hardware, steps: int) -> Numerics:
         products=None if modules else hardware.wider_product(precision),
         micro_rows=(train.global_batch_size,),
         growth=job.growth,
+        turns=optim.turns,
         max_seq_length=1 if modules else train.max_seq_length,
         loss_chunk=1 if modules else 512,
         clip=optim.max_grad_norm,
@@ -341,6 +342,20 @@ def refuse_unoffered(job: Job) -> None:
     names = evaluation_names(job)
     if judges(job) and (job.model.factory is None or not names):  # what modules report is not known yet
         check_metric(job.train.best_metric, names)
+    if job.optim.turns is None:
+        return
+    if job.train.update == "on-fetch":
+        raise ConfigError(
+            "`train.update` = 'on-fetch' leaves an update to the next step, and `optim.block_schedule` = "
+            f"{job.optim.block_schedule!r} trains other blocks then.",
+            "use `--update on-backward`, or leave it `auto`: only one group's gradient is held",
+        )
+    if job.hardware.gradients == "disk":
+        raise ConfigError(
+            "`hardware.gradients` = 'disk' is not offered where groups of blocks take turns "
+            f"(`optim.block_schedule` = {job.optim.block_schedule!r}): only one group's gradient is there.",
+            "leave it `auto`; `--update on-backward` holds one block's",
+        )
 
 
 def judges(job: Job) -> bool:

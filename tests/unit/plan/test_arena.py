@@ -26,7 +26,9 @@ def test_the_predicted_arena_is_the_engines(seed: int, tmp_path: Path) -> None:
     for case in range(6):
         situation = make_situation(rng)
         for number, plan in enumerate(random_plans(rng, situation, 3)):
-            outside = outside_bytes(situation.shape, plan, graphs(situation, plan).values())
+            outside = outside_bytes(
+                situation.shape, plan, [make() for make in graphs(situation, plan).values()]
+            )
             predicted = predict(situation, plan)
             arena = predicted.peak_ram_bytes - outside - baseline(situation)
             folder = tmp_path / f"{case} {number}"

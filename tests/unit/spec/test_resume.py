@@ -29,6 +29,7 @@ OTHER: dict[str, Any] = {
     "optim.warmup_ratio": 0.5, "optim.min_lr": 1e-7, "optim.decay_shape": "sqrt", "optim.weight_decay": 0.3,
     "optim.weight_decay_on": "all", "optim.weight_decay_embedding": False, "optim.max_grad_norm": 2.0,
     "optim.adam_beta1": 0.8, "optim.adam_beta2": 0.8, "optim.adam_epsilon": 1e-6,
+    "optim.optim": "lomo", "optim.block_schedule": "hift",
     "optim.lr_scaling": "linear", "optim.lr_base_batch_size": 4, "checkpoint.commit_steps": 4,
     "checkpoint.save_steps": 5, "checkpoint.save_total_limit": 3, "checkpoint.save_best": True,
     "checkpoint.resume": "never", "hardware.ram": "1GB", "hardware.disk_path": "d", "hardware.threads": 3,
@@ -38,6 +39,8 @@ OTHER: dict[str, Any] = {
 }  # fmt: skip
 """Another value of every field that can be changed alone."""
 
+TURNS = {"optim.block_schedule": "badam"}
+
 FACTORIES = {"model.factory": "a:model", "data.factory": "a:samples", "data.path": ()}
 
 TOGETHER: dict[str, dict[str, Any]] = {
@@ -46,6 +49,10 @@ TOGETHER: dict[str, dict[str, Any]] = {
     "optim.decay_ratio": {"optim.lr_scheduler": "wsd", "optim.decay_ratio": 0.2},
     "optim.batch_warmup_steps": {"optim.batch_warmup_steps": 5, "optim.batch_warmup_rows": 2},
     "optim.batch_warmup_rows": {"optim.batch_warmup_steps": 5, "optim.batch_warmup_rows": 2},
+    "optim.block_layers": {**TURNS, "optim.block_layers": 2},
+    "optim.block_steps": {**TURNS, "optim.block_steps": 7},
+    "optim.block_order": {**TURNS, "optim.block_order": "random"},
+    "optim.block_ends": {**TURNS, "optim.block_ends": False},
     "model.factory": FACTORIES,
     "model.arguments": {**FACTORIES, "model.arguments": {"width": 3}},
     "data.factory": {**FACTORIES, "data.factory": "a:others"},
@@ -56,6 +63,9 @@ TOGETHER: dict[str, dict[str, Any]] = {
 """Fields that need others."""
 
 BEFORE = {
+    **dict.fromkeys(
+        ("optim.block_layers", "optim.block_steps", "optim.block_order", "optim.block_ends"), TURNS
+    ),
     "data.factory": FACTORIES,
     "data.arguments": FACTORIES,
     "data.val_factory": {**FACTORIES, "data.val_size": 0},

@@ -102,6 +102,7 @@ class ModuleBodies:
         Args:
             x: the block's input; None for the first block.
             dy: c, the gradient of its output; it may be overwritten afterwards.
+            grads: empty: the block is frozen, only the input's gradient is wanted.
             first: this is the first contribution: write, do not add.
         """
         with torch.enable_grad():
@@ -224,7 +225,10 @@ def _leaf(tensor: Tensor) -> Tensor:
 
 
 def _leaves(weights: Tensors, grads: Tensors, first: bool) -> tuple[dict[str, Tensor], set[str]]:
-    """Weights that autograd sees, and the names of those whose gradient has not come yet."""
+    """Weights that autograd sees, and the names of those whose gradient has not come yet. Without
+    `grads` the block is frozen."""
+    if not grads:
+        return {name: weight.data for name, weight in weights.items()}, set()
     missing = set(weights)
     leaves = {}
     for name, weight in weights.items():
