@@ -32,7 +32,7 @@ $(bin)/python:
 
 # What a build without isolation needs, then Packmule itself. Editable: only csrc is built again.
 $(tools): | $(bin)/python
-	$(bin)/python -m pip install --quiet "scikit-build-core>=0.10" "cmake>=3.20" ninja
+	$(bin)/python -m pip install --quiet "scikit-build-core>=0.10" "cmake>=3.20" ninja setuptools wheel
 	@touch $@
 
 $(installed): pyproject.toml $(native) $(tools)
