@@ -1,4 +1,4 @@
-// Embedding, soft caps, gradient accumulation, casts, norms, AdamW and SGD. Shapes and formulas: contract.py.
+// Embedding, soft caps, gradient accumulation, casts, norms and update rules. Shapes and formulas: contract.py.
 #pragma once
 
 #include <stdlib.h>
@@ -165,6 +165,125 @@ void adamw(Pool* pool, int64_t count, S* master, S* first, S* second, const G* g
     else
       each(begin, end, [&](int64_t i, auto lanes) { update(i, lanes); });
   });
+}
+
+struct AdaLomo {
+  double lr, decay, eps, least, most, weight_decay, grad_scale;
+};
+
+// The last pass: master shrinks and moves along u(row, lanes of column i), whose squares sum to `squares`;
+// `sizes` is the sum of the squares of the masters.
+template <class S, class W, class U>
+void normalized_update(Pool* pool, int64_t rows, int64_t columns, S* master, W* weight, double squares,
+                       double sizes, const AdaLomo& rule, U u) {
+  const double count = double(rows) * double(columns), size = ::sqrt(sizes / count);
+  const double reach = ::sqrt(squares / count) / rule.most, rate = rule.lr * (size > rule.least ? size : rule.least);
+  const S kept = S(1 - rate * rule.weight_decay), step = S(rate / (reach > 1 ? reach : 1));
+  parallel(pool, rows, columns * (3 * sizeof(S) + sizeof(W)), [=](int64_t begin, int64_t end) {
+    for (int64_t row = begin; row < end; ++row) {
+      S* p = master + row * columns;
+      each(0, columns, [&](int64_t i, auto lanes) {
+        const V<S> moved = load(p + i, lanes) * kept - u(row, i, lanes) * step;
+        store(p + i, moved, lanes);
+        if (weight) store(weight + row * columns + i, moved, lanes);
+      });
+    }
+  });
+}
+
+// Rows and columns of the second moment decay and take in the gradient's; every sum is in double, of a
+// row in lanes, of columns and of rows' sums in order.
+template <class S, class G, class W>
+int adalomo(Pool* pool, int64_t rows, int64_t columns, S* master, S* row_square, S* column_square, const G* grad,
+            W* weight, const AdaLomo& rule) {
+  const S grad_scale = S(rule.grad_scale);
+  double* by_row = static_cast<double*>(malloc(sizeof(double) * (2 * rows + 1)));
+  S* factor = static_cast<S*>(malloc(sizeof(S) * (rows + columns)));
+  if (!by_row || !factor) {
+    free(by_row);
+    free(factor);
+    return 2;
+  }
+  double* sizes = by_row + rows;
+  S *row_factor = factor, *column_factor = factor + rows;
+  parallel(pool, rows, columns * sizeof(G), [=](int64_t begin, int64_t end) {
+    for (int64_t row = begin; row < end; ++row) {
+      V<double> squares = splat(0.0);
+      each(0, columns, [&](int64_t i, auto lanes) {
+        const V<double> g = widen(load(grad + row * columns + i, lanes) * grad_scale);
+        squares = squares + g * g;
+      });
+      by_row[row] = sum(squares) / double(columns) + rule.eps;
+    }
+  });
+  double mean = 0;
+  for (int64_t row = 0; row < rows; ++row) {
+    row_square[row] = S(rule.decay * double(row_square[row]) + (1 - rule.decay) * by_row[row]);
+    mean += double(row_square[row]);
+  }
+  mean /= double(rows);
+  for (int64_t row = 0; row < rows; ++row) row_factor[row] = S(1 / ::sqrt(double(row_square[row]) / mean));
+  parallel(pool, (columns + kLanes - 1) / kLanes, rows * kLanes * sizeof(G), [=](int64_t begin, int64_t end) {
+    for (int64_t slab = begin; slab < end; ++slab) {
+      const int64_t low = slab * kLanes, high = low + kLanes < columns ? low + kLanes : columns;
+      each(low, high, [&](int64_t i, auto lanes) {
+        V<double> squares = splat(0.0);
+        for (int64_t row = 0; row < rows; ++row) {
+          const V<double> g = widen(load(grad + row * columns + i, lanes) * grad_scale);
+          squares = squares + g * g;
+        }
+        double found[kLanes];
+        store(found, squares, Full());
+        for (int64_t j = i; j < high; ++j) {
+          const double fresh = found[j - i] / double(rows) + rule.eps;
+          column_square[j] = S(rule.decay * double(column_square[j]) + (1 - rule.decay) * fresh);
+          column_factor[j] = S(1 / ::sqrt(double(column_square[j])));
+        }
+      });
+    }
+  });
+  const auto u = [=](int64_t row, int64_t i, auto lanes) {
+    const V<S> factors = load(column_factor + i, lanes) * row_factor[row];
+    return load(grad + row * columns + i, lanes) * grad_scale * factors;
+  };
+  parallel(pool, rows, columns * (sizeof(G) + 2 * sizeof(S)), [=](int64_t begin, int64_t end) {
+    for (int64_t row = begin; row < end; ++row) {
+      V<double> squares = splat(0.0), size = splat(0.0);
+      each(0, columns, [&](int64_t i, auto lanes) {
+        const V<double> a = widen(u(row, i, lanes)), p = widen(load(master + row * columns + i, lanes));
+        squares = squares + a * a;
+        size = size + p * p;
+      });
+      by_row[row] = sum(squares);
+      sizes[row] = sum(size);
+    }
+  });
+  double squares = 0, size = 0;
+  for (int64_t row = 0; row < rows; ++row) squares += by_row[row], size += sizes[row];
+  normalized_update(pool, rows, columns, master, weight, squares, size, rule, u);
+  free(by_row);
+  free(factor);
+  return 0;
+}
+
+// Of a vector, whose second moment is whole. It is short: one thread.
+template <class S, class G, class W>
+void adalomo_vector(Pool* pool, int64_t count, S* master, S* square, const G* grad, W* weight,
+                    const AdaLomo& rule) {
+  const S grad_scale = S(rule.grad_scale), decay = S(rule.decay), gain = S(1 - rule.decay), eps = S(rule.eps);
+  V<double> squares = splat(0.0), size = splat(0.0);
+  const auto u = [=](int64_t, int64_t i, auto lanes) {
+    return load(grad + i, lanes) * grad_scale / square_root(load(square + i, lanes));
+  };
+  each(0, count, [&](int64_t i, auto lanes) {
+    const V<S> g = load(grad + i, lanes) * grad_scale;
+    store(square + i, load(square + i, lanes) * decay + (g * g + splat(eps)) * gain, lanes);
+    const V<double> a = widen(g / square_root(padded(load(square + i, lanes), lanes, S(1))));
+    const V<double> p = widen(load(master + i, lanes));
+    squares = squares + a * a;
+    size = size + p * p;
+  });
+  normalized_update(pool, 1, count, master, weight, sum(squares), sum(size), rule, u);
 }
 
 template <class S, class G, class W>

@@ -196,6 +196,28 @@ PM_API PM_NAME(adamw)(Pool* pool, int grad_dtype, int weight_dtype, int64_t coun
   });
 }
 
+PM_API PM_NAME(adalomo)(Pool* pool, int grad_dtype, int weight_dtype, int64_t rows, int64_t columns, void* master,
+                        void* row_square, void* column_square, const void* grad, void* weight,
+                        const double* scalars) {
+  const AdaLomo rule = {scalars[0], scalars[1], scalars[2], scalars[3], scalars[4], scalars[5], scalars[6]};
+  return with(grad_dtype, [=](auto grad_tag) {
+    return with(weight_dtype, [=](auto weight_tag) {
+      using G = TypeOf<decltype(grad_tag)>;
+      using W = TypeOf<decltype(weight_tag)>;
+      if constexpr (kMatch<G, W>) {
+        using S = typename Wide<G>::type;
+        if (column_square)
+          return adalomo<S, G, W>(pool, rows, columns, (S*)master, (S*)row_square, (S*)column_square, (const G*)grad,
+                                  (W*)weight, rule);
+        adalomo_vector<S, G, W>(pool, rows, (S*)master, (S*)row_square, (const G*)grad, (W*)weight, rule);
+        return 0;
+      } else {
+        return 3;
+      }
+    });
+  });
+}
+
 PM_API PM_NAME(sgd)(Pool* pool, int grad_dtype, int weight_dtype, int64_t count, void* master, const void* grad,
                     void* weight, double decay, double rate) {
   return with(grad_dtype, [=](auto grad_tag) {

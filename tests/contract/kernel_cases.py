@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import product
 from typing import Any
 
 import torch
@@ -372,6 +373,51 @@ def formula_adamw(t):
     return {"master": p, "m": m, "v": v} | ({"weight": p} if "weight" in t else {})
 
 
+ADALOMO = {
+    "lr": 3e-2,
+    "decay": 0.6,
+    "eps": 1e-30,
+    "least": 1e-3,
+    "most": 1.0,
+    "weight_decay": 0.1,
+    "grad_scale": 0.7,
+}
+
+
+def make_adalomo(low_grad: bool, weight: bool):
+    """Of a matrix where the size has two numbers."""
+
+    def make(rng, dtype, size):
+        t = {"master": normal(rng, *size, dtype=wide(dtype))}
+        t["grad"] = normal(rng, *size, dtype=dtype if low_grad else wide(dtype))
+        t["rows"] = normal(rng, size[0], dtype=wide(dtype)).square() + 0.1
+        if len(size) == 2:
+            t["columns"] = normal(rng, size[1], dtype=wide(dtype)).square() + 0.1
+        return t | ({"weight": unset(*size, dtype=dtype)} if weight else {})
+
+    return make
+
+
+def formula_adalomo(t):
+    """Lv et al. 2024, algorithm 1."""
+    c = ADALOMO
+    g = t["grad"] * c["grad_scale"]
+    square = g * g + c["eps"]
+    if "columns" not in t:
+        found = {"rows": c["decay"] * t["rows"] + (1 - c["decay"]) * square}
+        u = g / found["rows"].sqrt()
+    else:
+        found = {
+            "rows": c["decay"] * t["rows"] + (1 - c["decay"]) * square.mean(1),
+            "columns": c["decay"] * t["columns"] + (1 - c["decay"]) * square.mean(0),
+        }
+        u = g / torch.sqrt(torch.outer(found["rows"], found["columns"]) / found["rows"].mean())
+    rate = c["lr"] * max(c["least"], float(t["master"].square().mean().sqrt()))
+    u = u / max(1.0, float(u.square().mean().sqrt()) / c["most"])
+    p = t["master"] - rate * (u + c["weight_decay"] * t["master"])
+    return {"master": p, **found} | ({"weight": p} if "weight" in t else {})
+
+
 def make_sgd(low_grad: bool, weight: bool):
     def make(rng, dtype, size):
         t = {"master": normal(rng, *size, dtype=wide(dtype))}
@@ -723,6 +769,18 @@ CASES = (
             formula_adamw,
         )
         for low, weight in ((False, False), (False, True), (True, False), (True, True))
+    ),
+    *(
+        Case(
+            f"adalomo{'+low gradient' * low}{'+weight' * weight}{'+vector' * vector}",
+            FLAT if vector else MATRIX,
+            make_adalomo(low, weight),
+            lambda k, t: k.adalomo(
+                t["master"], t["rows"], t.get("columns"), t["grad"], t.get("weight"), *ADALOMO.values()
+            ),
+            formula_adalomo,
+        )
+        for low, weight, vector in product((False, True), repeat=3)
     ),
     *(
         Case(

@@ -17,6 +17,7 @@ import pytest
 import torch
 from tests.contract.kernel_cases import (
     ACTIVATED,
+    ADALOMO,
     ADAMW,
     CAP,
     CASES,
@@ -360,6 +361,8 @@ REFUSED = (
     ("dst has 2 elements", lambda k: k.cast(F(2), F(3))),
     ("grad is float64", lambda k: k.adamw(F(2), F(2), F(2), F(2).double(), None, *ADAMW.values())),
     ("step is 0", lambda k: k.adamw(F(2), F(2), F(2), F(2), None, 1e-3, 0.9, 0.9, 1e-8, 0.0, 0, 1.0)),
+    ("columns has 4", lambda k: k.adalomo(F(6), F(1), F(4), F(6), None, *ADALOMO.values())),
+    ("rows has shape", lambda k: k.adalomo(F(6), F(2), F(2), F(6), None, *ADALOMO.values())),
     ("grad has 3 elements", lambda k: k.sgd(F(2), F(3), None, 1e-3, 0.0, 1.0)),
     ("chosen", lambda k: k.dispatch(INT(2, 1) + 3, LONG(2), LONG(2), LONG(4))),
     ("chosen", lambda k: k.route_backward(F(1, 3), INT(1, 1) - 1, F(1, 1), F(3), False, F(1, 3))),

@@ -29,7 +29,7 @@ from packmule.optim.schedules import update_at
 from packmule.shapes.bodies import DTYPES
 from packmule.shapes.groups import groups_of
 from packmule.shapes.model import ModelShape
-from packmule.shapes.state import STATES
+from packmule.shapes.state import FACTORS, STATES, factors, plane_layout
 from packmule.spec.batch import IGNORED, Batch
 from packmule.spec.growth import Growth, rows_at, rows_before
 from packmule.spec.plan import (
@@ -55,7 +55,7 @@ Trace = list[tuple[float, float]]
 """(loss, gradient norm) per step."""
 
 Moments = list[dict[str, tuple[torch.Tensor, ...]]]
-"""Per block, parameter name -> its planes but the master: (m, v) of AdamW."""
+"""Per block, parameter name -> its state but the master: (m, v) of AdamW, (rows, columns) of AdaLomo."""
 
 Image = list[bytes]
 """Every plane of every block."""
@@ -346,11 +346,7 @@ class PlainRun:
 
 def plain_run(model: PlainModel, numerics: Numerics, data: Data, steps: int, kernels: Kernels) -> PlainRun:
     """Every tensor resident, one task after the other. Changes `model.params`."""
-    rule, count = rule_of(numerics.optimizer), len(planes_of(numerics)) - 1
-    moments = [
-        {name: tuple(torch.zeros_like(value) for _ in range(count)) for name, value in named.items()}
-        for named in model.params
-    ]
+    rule, moments = rule_of(numerics.optimizer), no_moments(model, numerics)
     groups = () if numerics.turns is None else groups_of(model.blocks, numerics.turns)
     trace, images = [], [image_of(model, numerics)]
     for step in range(steps):
@@ -379,21 +375,46 @@ def plain_run(model: PlainModel, numerics: Numerics, data: Data, steps: int, ker
     return PlainRun(trace, images, moments)
 
 
+def no_moments(model: PlainModel, numerics: Numerics) -> Moments:
+    """As they are before the first step."""
+
+    def of(name: str, value: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        if FACTORS not in planes_of(numerics):
+            return tuple(torch.zeros_like(value) for _ in planes_of(numerics)[1:])
+        sizes = [spec.numel for spec in factors(name, tuple(value.shape), model.types.master)]
+        return tuple(torch.zeros(size, dtype=value.dtype) for size in sizes)
+
+    return [{name: of(name, value) for name, value in named.items()} for named in model.params]
+
+
 def image_of(model: PlainModel, numerics: Numerics, moments: Moments | None = None) -> Image:
     """What state.bin should hold; moments are zero when left out."""
+    moments = moments or no_moments(model, numerics)
     images = []
     for block, named in zip(model.blocks, model.params, strict=True):
-        place = block.layout(model.types.master)
-        image = bytearray(len(planes_of(numerics)) * place.bytes)
-        for entry in place.entries:
-            values = (named[entry.name], *(moments[block.index][entry.name] if moments else ()))
-            for number, value in enumerate(values):
-                low = number * place.bytes + entry.offset
-                image[low : low + entry.bytes] = (
-                    value.contiguous().view(torch.uint8).flatten().numpy().tobytes()
-                )
+        place, image = block.layout(model.types.master), bytearray()
+        for number, plane in enumerate(planes_of(numerics)):
+            entries = plane_layout(plane, place)
+            # A plane in factors has some tensors per parameter, another has one.
+            states = [moments[block.index][entry.name] for entry in place.entries]
+            if number == 0:
+                values = [named[entry.name] for entry in place.entries]
+            elif plane == FACTORS:
+                values = [value for state in states for value in state]
+            else:
+                values = [state[number - 1] for state in states]
+            start = len(image)
+            image += bytes(entries.bytes)
+            for entry, value in zip(entries.entries, values, strict=True):
+                low = start + entry.offset
+                image[low : low + entry.bytes] = bits(value)
         images.append(bytes(image))
     return images
+
+
+def bits(value: torch.Tensor) -> bytes:
+    """A tensor's memory."""
+    return value.contiguous().view(torch.uint8).flatten().numpy().tobytes()
 
 
 @dataclass(frozen=True)

@@ -35,7 +35,7 @@ AXES = {
     "order": ("breadth", "depth"),
     "recompute": ((True, True), (False, False), (True, False)),
     "clip": (None, 1.0),
-    "rule": ("adamw", "lomo"),
+    "rule": ("adamw", "lomo", "adalomo"),
     "turns": (None, HIFT, BADAM),
     "tied": (True, False),
     "commit_steps": (1, 3),

@@ -144,13 +144,40 @@ def sgd(groups: list[dict]) -> torch.optim.Optimizer:
     return torch.optim.SGD(groups, lr=0.0)
 
 
+class AdaLomo(torch.optim.Optimizer):
+    """Lv et al. 2024 (arXiv:2310.10195), algorithm 1, in the dtype of the parameters; the decay of the
+    moment and the scale of weight decay as in its authors' program."""
+
+    def __init__(self, groups: list[dict]) -> None:
+        super().__init__(groups, {"lr": 0.0, "weight_decay": 0.0})
+        self.steps = 0
+
+    @torch.no_grad()
+    def step(self) -> None:
+        self.steps += 1
+        beta = 1 - self.steps**-0.8
+        for group in self.param_groups:
+            for p in group["params"]:
+                square, state = p.grad**2 + 1e-30, self.state[p]
+                for axis in range(p.dim()):
+                    mean = square.mean(dim=1 - axis) if p.dim() == 2 else square
+                    state[axis] = beta * state.get(axis, torch.zeros_like(mean)) + (1 - beta) * mean
+                v = state[0]
+                if p.dim() == 2:
+                    v = torch.outer(state[0], state[1]) / state[0].mean()
+                u = p.grad / v.sqrt()
+                u = u / max(1.0, float(u.square().mean().sqrt()))
+                rate = group["lr"] * max(1e-3, float(p.square().mean().sqrt()))
+                p.mul_(1 - rate * group["weight_decay"]).sub_(rate * u)
+
+
 def adamw(numerics: Numerics) -> Rule:
     numbers = numerics.optimizer
     betas = (numbers.beta1, numbers.beta2)
     return lambda groups: torch.optim.AdamW(groups, lr=0.0, betas=betas, eps=numbers.eps, foreach=False)
 
 
-@pytest.mark.parametrize("name", ("adamw", "lomo"))
+@pytest.mark.parametrize("name", ("adamw", "lomo", "adalomo"))
 @pytest.mark.parametrize("clip", (None, 0.3))
 def test_updates_on_backward_are_those_of_torch_with_clip_grad_norm(
     name: str, clip: float | None, kernels: Kernels, rng: random.Random, seed: int
@@ -167,9 +194,8 @@ def test_updates_on_backward_are_those_of_torch_with_clip_grad_norm(
         steps=STEPS,
         schedule={"learning_rate": 0.1 if name == "lomo" else 1e-2},
     )
-    check_against_torch(
-        plan, rng.random() < 0.5, sgd if name == "lomo" else adamw(plan.numerics), seed, kernels
-    )
+    rule = {"lomo": sgd, "adalomo": AdaLomo}.get(name) or adamw(plan.numerics)
+    check_against_torch(plan, rng.random() < 0.5, rule, seed, kernels)
 
 
 @pytest.mark.parametrize("update", ("after-backward", "on-backward"))
@@ -274,6 +300,21 @@ def test_lomo_holds_its_masters_and_the_gradient_of_a_block(
     # A tied embedding's gradient begins at the head; an update may lag a visit behind.
     most = max(a + b for a, b in itertools.pairwise(sizes[1:]))
     assert held(graph, BufferKind.GRADIENT) <= max(most + tied * sizes[0], sizes[0] + sizes[1])
+
+
+def test_adalomo_keeps_rows_and_columns(rng: random.Random) -> None:
+    """Of each matrix r + c values, of a vector as many as it has; whole pages per block."""
+    shape = ModelShape.from_config(config(False), "tiny")
+    plan = make_plan("fp32", recompute=(True,) * LAYERS, update="on-backward", clip=None,
+                     optimizer={"rule": "adalomo"})  # fmt: skip
+    model = PlannedModel(shape, plan)
+    for block, (masters, factors) in zip(model.blocks, model.plane_sizes, strict=True):
+        values = sum(sum(p.shape) for p in block.parameters)
+        tensors = sum(len(p.shape) for p in block.parameters)
+        assert 4 * values <= factors < 4 * values + 64 * tensors + 4096
+        assert masters == block.layout("float32").bytes
+    graph = build_step(model, COSTS, 1.0)
+    assert held(graph, BufferKind.STATE) == sum(sum(sizes) for sizes in model.plane_sizes)
 
 
 def held(graph: StepGraph, kind: BufferKind) -> int:

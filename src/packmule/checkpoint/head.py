@@ -131,7 +131,10 @@ def _tail(data: bytes) -> int:
 
 def _check_blocks(head: Head, path: Path) -> None:
     layout = state_layout(head, path)
-    digits = [(8 * layout.pieces(block),) * len(layout.planes) for block in range(len(layout.blocks))]
+    digits = [
+        tuple(8 * layout.pieces(block, plane) for plane in range(len(layout.planes)))
+        for block in range(len(layout.blocks))
+    ]
     stored = [tuple(len(text) for text in block.checksums) for block in head.blocks]
     if stored != digits or any(block.slot >= layout.slots for block in head.blocks):
         raise ConfigError(

@@ -2,7 +2,7 @@
 
 state.bin   block 0: slot 0, slot 1; block 1: slot 0, slot 1; ...
 slot        the block's planes, one after the other
-plane       the block's tensors, each on a 4096-byte boundary
+plane       the block's tensors, each on a 4096-byte boundary; or factors, each on a 64-byte boundary
 chunk       at most `chunk_bytes` of one plane; what is read, written and checksummed at once
 """
 
@@ -18,6 +18,7 @@ from pydantic import Field, PositiveInt
 from packmule.errors import ConfigError
 from packmule.shapes.layout import PAGE, Layout, TensorSpec, layout
 from packmule.shapes.model import Block
+from packmule.shapes.state import plane_layout
 from packmule.spec.records import Record
 
 StateDtype = Literal["float32", "float64", "bfloat16"]
@@ -61,7 +62,7 @@ class Chunk(NamedTuple):
 
 @dataclass(frozen=True)
 class BlockLayout:
-    """One block's tensors within a plane, the same for all its planes."""
+    """One block's tensors within a plane; `shapes.state.plane_layout` says how a plane differs."""
 
     name: str
     tensors: Layout
@@ -170,19 +171,27 @@ class StateLayout:
     @cached_property
     def _offsets(self) -> tuple[int, ...]:
         offsets = [0]
-        for block in self.blocks:
-            offsets.append(offsets[-1] + self.slots * len(self.planes) * block.plane_bytes)
+        for sizes in self._sizes:
+            offsets.append(offsets[-1] + self.slots * sum(sizes))
         return tuple(offsets)
+
+    @cached_property
+    def _sizes(self) -> tuple[tuple[int, ...], ...]:
+        """Per block, bytes of each of its planes."""
+        planes = self.planes
+        return tuple(
+            tuple(plane_layout(name, block.tensors).bytes for name in planes) for block in self.blocks
+        )
 
     @cached_property
     def _chunks(self) -> tuple[tuple[Chunk, ...], ...]:
         return tuple(
             tuple(
-                Chunk(plane, start, min(self.chunk_bytes, block.plane_bytes - start))
-                for plane in range(len(self.planes))
-                for start in range(0, block.plane_bytes, self.chunk_bytes)
+                Chunk(plane, start, min(self.chunk_bytes, size - start))
+                for plane, size in enumerate(sizes)
+                for start in range(0, size, self.chunk_bytes)
             )
-            for block in self.blocks
+            for sizes in self._sizes
         )
 
     @property
@@ -192,12 +201,17 @@ class StateLayout:
 
     @property
     def plane_bytes(self) -> int:
-        """Bytes of one copy of one plane of all blocks."""
+        """Bytes of one copy of the master plane of all blocks."""
         return sum(block.plane_bytes for block in self.blocks)
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of one copy of all planes of all blocks."""
+        return sum(self.block_bytes(block) for block in range(len(self.blocks)))
 
     def block_bytes(self, block: int) -> int:
         """Bytes of one slot of a block."""
-        return len(self.planes) * self.blocks[block].plane_bytes
+        return sum(self._sizes[block])
 
     def offset(self, block: int, slot: int) -> int:
         """First byte of a slot in the file."""
@@ -207,11 +221,16 @@ class StateLayout:
         """All chunks of a block: plane 0 from its start, then plane 1, ..."""
         return self._chunks[block]
 
-    def pieces(self, block: int) -> int:
-        """Chunks per plane; chunk `i` of plane `p` has index `p * pieces + i`."""
-        return -(-self.blocks[block].plane_bytes // self.chunk_bytes)
+    def pieces(self, block: int, plane: int = 0) -> int:
+        """Chunks of one plane."""
+        return -(-self._sizes[block][plane] // self.chunk_bytes)
+
+    def index(self, block: int, plane: int, piece: int) -> int:
+        """The number, among all chunks of a block, of a chunk of one plane."""
+        return sum(self.pieces(block, before) for before in range(plane)) + piece
 
     def chunk_offset(self, block: int, slot: int, index: int) -> int:
         """First byte of a chunk in the file."""
         chunk = self._chunks[block][index]
-        return self.offset(block, slot) + chunk.plane * self.blocks[block].plane_bytes + chunk.start
+        before = sum(self._sizes[block][: chunk.plane])
+        return self.offset(block, slot) + before + chunk.start

@@ -37,8 +37,8 @@ def checksums_of(head: Head, layout: StateLayout) -> list[list[int]]:
     return [
         [
             int(text[8 * piece : 8 * piece + 8], 16)
-            for text in block.checksums
-            for piece in range(layout.pieces(number))
+            for plane, text in enumerate(block.checksums)
+            for piece in range(layout.pieces(number, plane))
         ]
         for number, block in enumerate(head.blocks)
     ]
@@ -48,9 +48,10 @@ def chunk_damage(path: Path, layout: StateLayout, place: Place, found: int) -> D
     """The error for a chunk that sums to `found`."""
     chunk = layout.chunks(place.block)[place.chunk]
     start = layout.chunk_offset(place.block, place.slot, place.chunk)
+    number = place.chunk - layout.index(place.block, chunk.plane, 0)
     return DamagedFile(
         f"{path}: block {layout.blocks[place.block].name}, plane {layout.planes[chunk.plane]}, "
-        f"chunk {place.chunk % layout.pieces(place.block)} (bytes {start:,} to {start + chunk.bytes:,} "
+        f"chunk {number} (bytes {start:,} to {start + chunk.bytes:,} "
         f"of the file) is damaged: checksum stored {place.checksum:08x}, computed {found:08x}.",
         "go back to the newest snapshot; `packmule verify` lists all damage",
     )
@@ -172,7 +173,7 @@ class StateReader:
         Raises:
             DamagedFile: the first damage, naming file, block, plane and chunk.
         """
-        done, total = 0, len(self.layout.planes) * self.layout.plane_bytes
+        done, total = 0, self.layout.state_bytes
         for block in range(len(self.layout.blocks)):
             for index, chunk in enumerate(self.layout.chunks(block)):
                 self.read(block, index, buffer)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
+from itertools import islice
 from pathlib import Path
 
 from packmule.checkpoint.head import (
@@ -241,7 +242,7 @@ class StateStore:
         Raises:
             DamagedFile: the first damage, naming file, block, plane and chunk.
         """
-        done, total = 0, len(self.layout.planes) * self.layout.plane_bytes
+        done, total = 0, self.layout.state_bytes
         for block in range(len(self.layout.blocks)):
             for index, chunk in enumerate(self.layout.chunks(block)):
                 self.read(block, index, buffer)
@@ -261,7 +262,7 @@ class StateStore:
         layout = self.layout.with_chunk_bytes(chunk_bytes)
         span = self.layout.with_chunk_bytes(max(chunk_bytes, self.layout.chunk_bytes))
         sums: list[list[int]] = []
-        done, total = 0, len(layout.planes) * layout.plane_bytes
+        done, total = 0, layout.state_bytes
         for block in range(len(layout.blocks)):
             sums.append([])
             old = 0
@@ -307,8 +308,9 @@ class StateStore:
     def _next_head(self, progress: Progress) -> Head:
         blocks = []
         for number, sums in enumerate(self._checksums):
-            pieces = self.layout.pieces(number)
-            planes = (sums[at : at + pieces] for at in range(0, len(sums), pieces))
+            rest = iter(sums)
+            counts = (self.layout.pieces(number, plane) for plane in range(len(self.layout.planes)))
+            planes = [list(islice(rest, count)) for count in counts]
             texts = tuple("".join(f"{value:08x}" for value in plane) for plane in planes)
             blocks.append(BlockHead(slot=self._slots[number], checksums=texts))
         # Field by field: a Head is a Progress too, and its own commit must not leak through.

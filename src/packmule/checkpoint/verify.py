@@ -54,7 +54,7 @@ def verify(
         layout = reader.layout
         room = aligned_buffer(layout.chunk_bytes) if buffer is None else buffer
         damage: list[str] = []
-        done, total = 0, layout.plane_bytes * len(layout.planes)
+        done, total = 0, layout.state_bytes
         for block in range(len(layout.blocks)):
             for index, chunk in enumerate(layout.chunks(block)):
                 try:

@@ -48,7 +48,7 @@ FLAGS = (
     Flag("lr-scheduler", "NAME", "constant, linear, cosine or wsd."),
     Flag("warmup-steps", "STEPS", "Steps over which the learning rate rises."),
     Flag("warmup-ratio", "SHARE", "The same as a share of all steps."),
-    Flag("optim", "NAME", "adamw or lomo."),
+    Flag("optim", "NAME", "adamw, lomo or adalomo."),
     Flag("block-schedule", "NAME", "all, or groups of blocks that take turns: hift or badam."),
     Flag("weight-decay", "NUMBER", "Decoupled weight decay."),
     Flag("max-grad-norm", "NORM", "Clip the global gradient norm; 0 or null: off."),

@@ -34,6 +34,7 @@ from packmule.shapes import bodies as shapes
 from packmule.shapes import experts as expert_shapes
 from packmule.shapes.experts import Experts
 from packmule.shapes.layout import ITEMSIZE, Entry
+from packmule.shapes.state import factors
 
 Body = Callable[[Runtime, Task], None]
 
@@ -400,6 +401,7 @@ def update(runtime: Runtime, task: Task) -> None:
     resident = task.find(BufferKind.STATE)
     state = resident or task.get(BufferKind.STATE_CHUNK)
     stride, base = (plane_bytes, start) if resident else (size, 0)
+    factored = _factors(runtime, task)
     whole = task.find(BufferKind.GRADIENT)
     gradient = whole or task.get(BufferKind.GRADIENT_CHUNK)
     gradient_base = start if whole else 0
@@ -416,8 +418,9 @@ def update(runtime: Runtime, task: Task) -> None:
         count = length // item
         planes = [
             _tensor(runtime, state.offset + plane * stride + base + inside, count, types.master)
-            for plane in range(len(model.planes))
+            for plane in range(1 if factored else len(model.planes))
         ]
+        planes += factored.get(entry.name, [])
         if shared.age == 1:
             for plane in planes[1:]:
                 plane.zero_()
@@ -430,6 +433,17 @@ def update(runtime: Runtime, task: Task) -> None:
             weight = _tensor(runtime, target.offset + at, count, types.compute)
         values = _tensor(runtime, gradient.offset + gradient_base + inside, count, types.gradient)
         runtime.rule.apply(runtime.kernels, shared, role, planes, values, weight)
+
+
+def _factors(runtime: Runtime, task: Task) -> dict[str, list[Tensor]]:
+    """By parameter, what stands for its second moment; empty where the rule has none in factors."""
+    layout = runtime.factor_layouts[task.block]
+    if layout is None:
+        return {}
+    offset = task.get(BufferKind.STATE).offset + runtime.model.plane_bytes[task.block]
+    views = runtime.views(offset, layout)
+    masters = runtime.plane_layouts[task.block].entries
+    return {e.name: [views[f.name] for f in factors(e.name, e.shape, e.dtype)] for e in masters}
 
 
 def cast(runtime: Runtime, task: Task) -> None:
@@ -479,18 +493,25 @@ def write_snapshot(runtime: Runtime, task: Task) -> None:
 
 
 def _stored(runtime: Runtime, task: Task) -> list[tuple[int, memoryview]]:
-    """(index in the store's layout, bytes) of the task's chunks of every plane."""
-    model = runtime.model
-    chunks = model.chunks(task.block)
-    pieces = runtime.store.layout.pieces(task.block)
+    """(index in the store's layout, bytes) of the task's chunks of every plane; of a plane that is laid
+    out otherwise than the masters, all chunks with their first."""
+    model, layout = runtime.model, runtime.store.layout
+    chunks, masters = model.chunks(task.block), model.plane_bytes[task.block]
     resident = task.find(BufferKind.STATE)
     place = resident or task.get(BufferKind.STATE_CHUNK)
-    found = []
-    for plane in range(len(model.planes)):
-        for part in task.parts:
-            start, size = chunks[part]
-            at = plane * model.plane_bytes[task.block] + start if resident else plane * size
-            found.append((plane * pieces + part, runtime.arena.view(place.offset + at, size)))
+    at, found = place.offset, []
+    for plane, total in enumerate(model.plane_sizes[task.block]):
+        if total == masters:
+            for part in task.parts:
+                start, size = chunks[part]
+                where = at + (start if resident else 0)
+                found.append((layout.index(task.block, plane, part), runtime.arena.view(where, size)))
+        elif task.parts[0] == 0:
+            first = layout.index(task.block, plane, 0)
+            for index in range(first, first + layout.pieces(task.block, plane)):
+                chunk = layout.chunks(task.block)[index]
+                found.append((index, runtime.arena.view(at + chunk.start, chunk.bytes)))
+        at += total if resident or total != masters else chunks[task.parts[0]][1]
     return found
 
 

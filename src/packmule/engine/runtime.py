@@ -25,6 +25,7 @@ from packmule.optim.noise import Noise, estimate
 from packmule.optim.rule import Update
 from packmule.optim.rules import rule_of
 from packmule.shapes.layout import Layout, TensorSpec, layout
+from packmule.shapes.state import FACTORS, plane_layout
 from packmule.spec.tally import Tally
 from packmule.tiers.arena import Arena
 from packmule.tiers.disk import Disk, Handle
@@ -158,6 +159,10 @@ class Runtime:
         self.state = StepState()
         self.weight_layouts = [block.layout(model.types.compute) for block in model.blocks]
         self.plane_layouts = [block.layout(model.types.master) for block in model.blocks]
+        self.factor_layouts = [
+            plane_layout(FACTORS, masters) if FACTORS in model.planes else None
+            for masters in self.plane_layouts
+        ]
         self._layouts: dict[tuple[Hashable, ...], Layout] = {}
         self._views: dict[tuple[int, int], dict[str, Tensor]] = {}
         self._work: Handle | None = None

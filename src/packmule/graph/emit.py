@@ -206,7 +206,7 @@ class Emitter:
             target: compute weights to fill in the same pass, or None.
         """
         model, place = self.model, self.model.plan.placement
-        planes, scales = len(model.planes), [] if scale is None else [scale]
+        scales = [] if scale is None else [scale]
         targets = [] if target is None else [target]
         stream: Stream = []
         resident = self.resident(BufferKind.STATE, Tier.RAM, block) if place.state == "ram" else None
@@ -215,6 +215,8 @@ class Emitter:
                 model.plane_bytes[block], [gradient, *scales], [resident, *targets], block, -1
             )
             return [Piece(None, whole)]
+        if model.whole_updates:
+            return self._whole_update(block, gradient, scales, targets)
         for part, (_, size) in enumerate(model.chunks(block)):
             reads: list[Op] = []
             rests: list[Op] = []
@@ -226,21 +228,51 @@ class Emitter:
             state = resident
             if state is None:
                 slot = self.resident(BufferKind.SLOT, Tier.SLOTS, block, part)
-                state = self.ram(BufferKind.STATE_CHUNK, size * planes, block, part=part)
-                reads.append(self._read(TaskKind.READ_STATE, size * planes, slot, state, block, part))
+                total = model.part_bytes(block, part)
+                state = self.ram(BufferKind.STATE_CHUNK, total, block, part=part)
+                reads.append(self._read(TaskKind.READ_STATE, total, slot, state, block, part))
                 rests.append(self._store(state, block, range(part, part + 1)))
             update = self._update_op(size, [source, *scales], [state, *targets], block, part)
             stream.append(Piece(_all(reads), _all([update, *rests])))
         return stream
+
+    def _whole_update(
+        self, block: int, gradient: int | None, scales: list[int], targets: list[int]
+    ) -> Stream:
+        """`update` by a rule that needs all of a tensor: what is not in RAM whole is brought there."""
+        model, chunks = self.model, self.model.chunks(block)
+        resident = model.plan.placement.state == "ram"
+        stream: Stream = []
+        if gradient is None:
+            gradient = self.ram(BufferKind.GRADIENT, model.plane_bytes[block], block)
+            for part, (_, size) in enumerate(chunks):
+                stored = self.resident(BufferKind.GRADIENT_CHUNK, Tier.DISK, block, part)
+                read = self._read(TaskKind.READ_GRADIENT, size, stored, gradient, block, part)
+                stream.append(Piece(read, None))
+        if resident:
+            state = self.resident(BufferKind.STATE, Tier.RAM, block)
+        else:
+            state = self.ram(BufferKind.STATE, sum(model.plane_sizes[block]), block)
+        stores: list[Op] = []
+        for part in range(0 if resident else len(chunks)):
+            slot, total = (
+                self.resident(BufferKind.SLOT, Tier.SLOTS, block, part),
+                model.part_bytes(block, part),
+            )
+            read = self._read(TaskKind.READ_STATE, total, slot, state, block, part)
+            stream.append(Piece(read, None))
+            stores.append(self._store(state, block, range(part, part + 1)))
+        size = model.plane_bytes[block]
+        update = self._update_op(size, [gradient, *scales], [state, *targets], block, -1)
+        return [*stream, Piece(None, update), *(Piece(None, store) for store in stores)]
 
     def _update_op(self, size: int, reads: list[int], writes: list[int], block: int, part: int) -> Op:
         return lambda: self._rule(size, reads, writes, block, part)
 
     def slots(self, block: int, parts: range) -> tuple[list[int], int]:
         """The slots of some chunks of a block, and the bytes of these chunks in all planes."""
-        chunks = self.model.chunks(block)
         slots = [self.resident(BufferKind.SLOT, Tier.SLOTS, block, part) for part in parts]
-        return slots, len(self.model.planes) * sum(chunks[part][1] for part in parts)
+        return slots, sum(self.model.part_bytes(block, part) for part in parts)
 
     def _store(self, state: int, block: int, parts: range) -> Op:
         """Write some chunks of every plane to their slots, and to the snapshot under way while they are in
@@ -256,7 +288,9 @@ class Emitter:
         return emit
 
     def _rule(self, size: int, reads: list[int], writes: list[int], block: int, part: int) -> None:
-        moved = size * (2 * len(self.model.planes) + 1.5)
+        # A rule that needs all of a tensor looks at gradient and masters before.
+        planes = 3 if self.model.whole_updates else len(self.model.planes)
+        moved = size * (2 * planes + 1.5)
         self.core_task(TaskKind.UPDATE, self.costs.compute(moved=moved), reads, writes, block, part=part)
 
     def store_weights(self, block: int, source: int) -> Op:
@@ -273,8 +307,8 @@ class Emitter:
     def copies(self, block: int) -> Stream:
         """Copy a block's state from its slot to the snapshot under way, if there is one."""
         stream: Stream = []
-        for part, (_, size) in enumerate(self.model.chunks(block) if self.snapshot else ()):
-            total = size * len(self.model.planes)
+        for part in range(len(self.model.chunks(block)) if self.snapshot else 0):
+            total = self.model.part_bytes(block, part)
             slot = self.resident(BufferKind.SLOT, Tier.SLOTS, block, part)
             copy = self.resident(BufferKind.COPY, Tier.SNAPSHOT, block, part)
             chunk = self.ram(BufferKind.STATE_CHUNK, total, block, part=part)

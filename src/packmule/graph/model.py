@@ -12,7 +12,7 @@ from packmule.shapes.groups import groups_of
 from packmule.shapes.layout import PAGE, round_up
 from packmule.shapes.model import Block, ModelShape
 from packmule.shapes.module import Shape
-from packmule.shapes.state import STATES
+from packmule.shapes.state import STATES, plane_layout
 from packmule.spec.plan import Plan
 
 RUN = 4
@@ -130,6 +130,24 @@ class PlannedModel:
         count = len(self.chunks(block))
         return [range(first, min(first + RUN, count)) for first in range(0, count, RUN)]
 
+    @cached_property
+    def plane_sizes(self) -> tuple[tuple[int, ...], ...]:
+        """Per block, bytes of each plane."""
+        layouts = [block.layout(self.types.master) for block in self.blocks]
+        return tuple(tuple(plane_layout(name, masters).bytes for name in self.planes) for masters in layouts)
+
+    def part_bytes(self, block: int, part: int) -> int:
+        """Bytes of what moves with a chunk of the masters: the same chunk of the planes that are laid out
+        as they are; with the first one, all of the others."""
+        size, (masters, *others) = self.chunks(block)[part][1], self.plane_sizes[block]
+        more = (size if other == masters else other * (part == 0) for other in others)
+        return size + sum(more)
+
+    @property
+    def whole_updates(self) -> bool:
+        """The rule needs all of a tensor at once."""
+        return STATES[self.plan.numerics.optimizer.rule].whole
+
     @property
     def casts(self) -> bool:
         """Compute weights differ from masters in dtype."""
@@ -165,7 +183,7 @@ class PlannedModel:
         for block in self.blocks:
             index, plane = block.index, self.plane_bytes[block.index]
             if place.state == "ram":
-                table.add(BufferKind.STATE, Tier.RAM, index, plane * len(self.planes))
+                table.add(BufferKind.STATE, Tier.RAM, index, sum(self.plane_sizes[index]))
             if place.weights == "ram":
                 table.add(BufferKind.WEIGHTS, Tier.RAM, index, self.weight_bytes[index])
             if place.weights == "disk":
@@ -175,10 +193,10 @@ class PlannedModel:
                     table.add(BufferKind.GRADIENT_CHUNK, Tier.DISK, index, size, part)
             elif plan.update == "on-fetch":
                 table.add(BufferKind.GRADIENT, Tier.RAM, index, plane)
-            for part, (_, size) in enumerate(self.chunks(index)):
-                table.add(BufferKind.SLOT, Tier.SLOTS, index, size * len(self.planes), part)
+            for part in range(len(self.chunks(index))):
+                table.add(BufferKind.SLOT, Tier.SLOTS, index, self.part_bytes(index, part), part)
                 if plan.checkpoint.snapshot_steps:
-                    table.add(BufferKind.COPY, Tier.SNAPSHOT, index, size * len(self.planes), part)
+                    table.add(BufferKind.COPY, Tier.SNAPSHOT, index, self.part_bytes(index, part), part)
         if plan.numerics.clip is not None and plan.update == "on-fetch":
             table.add(BufferKind.SCALE, Tier.RAM, -1, PAGE)
         return table

@@ -196,6 +196,20 @@ def adamw(master: Tensor, m: Tensor, v: Tensor, grad: Tensor, weight: Tensor | N
     return count
 
 
+def adalomo(
+    master: Tensor, rows: Tensor, columns: Tensor | None, grad: Tensor, weight: Tensor | None
+) -> tuple[int, int]:
+    """(R, C); of a vector (elements, 1)."""
+    count, g = sgd(master, grad, weight), dtype_name(master)
+    width = 1 if columns is None else columns.numel()
+    _need("rows", rows, (g,), (count // max(1, width),))
+    if columns is not None:
+        _need("columns", columns, (g,), (width,))
+    if rows.numel() * width != count:
+        raise ValueError(f"columns has {width} elements, expected a divisor of master's {count}")
+    return rows.numel(), width
+
+
 def sgd(master: Tensor, grad: Tensor, weight: Tensor | None) -> int:
     """Elements."""
     g = _need("master", master, ("float32", "float64"))

@@ -195,6 +195,33 @@ class Kernels(Protocol):
         receives the new master, or None; step counts from 1.
         """
 
+    def adalomo(
+        self,
+        master: Tensor,
+        rows: Tensor,
+        columns: Tensor | None,
+        grad: Tensor,
+        weight: Tensor | None,
+        lr: float,
+        decay: float,
+        eps: float,
+        least: float,
+        most: float,
+        weight_decay: float,
+        grad_scale: float,
+    ) -> None:
+        """One AdaLomo update of a whole tensor (Lv et al. 2024, algorithm 1).
+
+        g = grad * grad_scale; rows = decay * rows + (1 - decay) * (mean of g^2 over a row + eps), columns
+        alike; u = g / sqrt(rows columns / mean(rows)); rate = lr * max(least, rms(master));
+        master = master * (1 - rate * weight_decay) - u * rate / max(1, rms(u) / most).
+        Of a vector, where there are no columns: rows = decay * rows + (1 - decay) * (g^2 + eps),
+        u = g / sqrt(rows). Sums are taken in float64.
+
+        master: g [R * C]; rows: g [R]; columns: g [C]; all updated; grad: g or c; weight: c, receives
+        the new master, or None. Numbers of elements count, not shapes.
+        """
+
     def sgd(
         self,
         master: Tensor,

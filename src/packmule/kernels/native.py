@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 ISAS = ("avx512", "avx2", "scalar")
 """Widest first."""
 
-ABI = 5
+ABI = 6
 CODES = {"float32": 0, "bfloat16": 1, "float64": 2}
 
 _P, _I, _L, _D = ctypes.c_void_p, ctypes.c_int, ctypes.c_int64, ctypes.c_double
@@ -47,6 +47,7 @@ SIGNATURES: dict[str, tuple[Any, ...]] = {
     "cast": (_I, _I, _L, _P, _P),
     "sum_squares": (_I, _L, _P, _P),
     "adamw": (_I, _I, _L, _P, _P, _P, _P, _P, _P),
+    "adalomo": (_I, _I, _L, _L, _P, _P, _P, _P, _P, _P),
     "sgd": (_I, _I, _L, _P, _P, _P, _D, _D),
     "causal_softmax": (_I, _L, _L, _L, _P, _L, _L, _D, _P),
     "causal_softmax_backward": (_I, _L, _L, _P, _P, _P, _D),
@@ -312,6 +313,27 @@ class NativeKernels:
         state = (master.data_ptr(), m.data_ptr(), v.data_ptr(), grad.data_ptr())
         types = (_code(grad), _code(grad if weight is None else weight))
         self._call("adamw", *types, count, *state, _pointer(weight), ctypes.addressof(scalars))
+
+    def adalomo(
+        self,
+        master: Tensor,
+        rows: Tensor,
+        columns: Tensor | None,
+        grad: Tensor,
+        weight: Tensor | None,
+        lr: float,
+        decay: float,
+        eps: float,
+        least: float,
+        most: float,
+        weight_decay: float,
+        grad_scale: float,
+    ) -> None:
+        sizes = checks.adalomo(master, rows, columns, grad, weight)
+        scalars = (_D * 7)(lr, decay, eps, least, most, weight_decay, grad_scale)
+        types = (_code(grad), _code(grad if weight is None else weight))
+        state = (master.data_ptr(), rows.data_ptr(), _pointer(columns), grad.data_ptr())
+        self._call("adalomo", *types, *sizes, *state, _pointer(weight), ctypes.addressof(scalars))
 
     def sgd(
         self,

@@ -241,6 +241,42 @@ class TorchKernels:
         if weight is not None:
             weight.view(-1).copy_(master.view(-1))
 
+    def adalomo(
+        self,
+        master: Tensor,
+        rows: Tensor,
+        columns: Tensor | None,
+        grad: Tensor,
+        weight: Tensor | None,
+        lr: float,
+        decay: float,
+        eps: float,
+        least: float,
+        most: float,
+        weight_decay: float,
+        grad_scale: float,
+    ) -> None:
+        n, width = checks.adalomo(master, rows, columns, grad, weight)
+        s, count = master.dtype, master.numel()
+        g = grad.view(-1).to(s) * grad_scale
+        if columns is None:
+            rows.mul_(decay).add_((g * g + eps) * (1 - decay))
+            u = g / rows.sqrt()
+        else:
+            square = g.view(n, width).double().square()
+            for factor, dimension in ((rows, 1), (columns, 0)):
+                fresh = square.mean(dim=dimension) + eps
+                factor.copy_(factor.double() * decay + fresh * (1 - decay))
+            by_row = (rows.double() / rows.double().mean()).rsqrt().to(s)
+            by_column = columns.double().rsqrt().to(s)
+            u = (g.view(n, width) * (by_column * by_row[:, None])).view(-1)
+        reach = math.sqrt(float(u.double().square().sum()) / count) / most
+        rate = lr * max(least, math.sqrt(float(master.double().square().sum()) / count))
+        flat = master.view(-1)
+        flat.mul_(1 - rate * weight_decay).sub_(u * (rate / max(1.0, reach)))
+        if weight is not None:
+            weight.view(-1).copy_(flat)
+
     def sgd(
         self,
         master: Tensor,

@@ -16,7 +16,11 @@ from packmule.spec.units import format_bytes, format_seconds, format_share
 
 _BOTTLENECK = {"cores": "compute", "disk": "disk"}
 
-_KEPT = {"adamw": "master weights and AdamW moments", "lomo": "master weights; LOMO keeps nothing else"}
+_KEPT = {
+    "adamw": "master weights and AdamW moments",
+    "lomo": "master weights; LOMO keeps nothing else",
+    "adalomo": "master weights and factors of the second moment",
+}
 """Update rule -> what its state is."""
 
 _COLUMNS = {

@@ -321,6 +321,14 @@ class Optim(Section):
     block_order: BlockOrder = Field(default="ascending", description="whose turn is next")
     block_ends: bool = Field(default=True, description="whether embedding and head have turns too")
 
+    @model_validator(mode="before")
+    @classmethod
+    def _complete(cls, data: Any) -> Any:
+        """AdaLomo bounds the update of each tensor; it is not clipped besides unless asked to."""
+        if isinstance(data, dict) and str(data.get("optim")).lower() == "adalomo":
+            return {"max_grad_norm": None, **data}
+        return data
+
     @model_validator(mode="after")
     def _agree(self) -> Optim:
         if self.warmup_steps and self.warmup_ratio:

@@ -15,7 +15,7 @@ from packmule.spec.turns import Turns
 
 Precision = Literal["fp32", "bf16-mixed", "fp64"]
 Update = Literal["after-backward", "on-backward", "on-fetch"]
-RuleName = Literal["adamw", "lomo"]
+RuleName = Literal["adamw", "lomo", "adalomo"]
 
 
 class OptimizerNumerics(Record):

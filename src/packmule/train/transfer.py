@@ -93,7 +93,7 @@ def import_weights(
         report: called with (bytes done, bytes in all); may raise to stop.
     """
     source.check(shape)
-    total, done = len(store.layout.planes) * store.layout.plane_bytes, 0
+    total, done = store.layout.state_bytes, 0
     for block in shape.blocks():
         store.begin(block.index)
         pieces = store.layout.pieces(block.index)
