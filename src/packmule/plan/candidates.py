@@ -14,8 +14,9 @@ from packmule.shapes.module import ModuleShape, Shape
 from packmule.spec.plan import Io, Numerics, Placement, Plan, Precision, Update
 
 LOSS_CHUNKS = (512, 128)
-PART_BYTES = (64 << 20, 16 << 20)
-"""Most bytes of one plane of a part of the vocabulary, where it is cut."""
+PART_BYTES = (16 << 20, 64 << 20)
+"""Most bytes of one plane of a part of the vocabulary, where it is cut: as the largest layer has, between these.
+Smaller parts need less memory and hardly more time."""
 CHUNK_BYTES = (4 << 20, 1 << 20)
 
 MOST_READ_AHEAD = 64 << 20
@@ -65,8 +66,11 @@ def numerics_choices(situation: Situation) -> list[Numerics]:
 
 def cuts(shape: ModelShape, precision: Precision) -> list[int]:
     """Into how many parts a vocabulary may be cut: one, or as many as make them small."""
-    table = shape.vocab * shape.hidden * ITEMSIZE[DTYPES[precision].master]
-    return sorted({1, *(-(-table // size) for size in PART_BYTES)})
+    master = DTYPES[precision].master
+    table = shape.vocab * shape.hidden * ITEMSIZE[master]
+    layer = max(block.layout(master).bytes for block in shape.blocks() if block.layer >= 0)
+    least, most = PART_BYTES
+    return sorted({1, -(-table // min(max(layer, least), most))})
 
 
 def placements(situation: Situation, update: Update, numerics: Numerics) -> list[Placement]:
