@@ -15,8 +15,8 @@ from packmule.spec.plan import Io, Numerics, Placement, Plan, Precision, Update
 
 LOSS_CHUNKS = (512, 128)
 PART_BYTES = (16 << 20, 64 << 20)
-"""Most bytes of one plane of a part of the vocabulary, where it is cut: as the largest layer has, between these.
-Smaller parts need less memory and hardly more time."""
+"""Most bytes of one plane of a part of the vocabulary, where it is cut: as the largest layer has,
+between these. Smaller parts need less memory and hardly more time."""
 CHUNK_BYTES = (4 << 20, 1 << 20)
 
 MOST_READ_AHEAD = 64 << 20
