@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator
 from dataclasses import replace
-from itertools import combinations, product
+from itertools import combinations, islice, product
 from pathlib import Path
 
 import pytest
 import torch
-from tests.exactness.pairs import Row, covering_rows, every_row, pairs_of
+from tests.exactness.pairs import Row, covering_rows, every_row, pairs_of, random_rows
 from tests.exactness.runs import BADAM, HIFT, Case, finish, make_case, make_plan, tiny_shape
 from tests.fault.recording_disk import RecordingDisk
 
@@ -29,6 +30,8 @@ AXES = {
     "weights": ("state", "ram", "disk"),
     "gradients": ("ram", "disk"),
     "inputs": ("ram", "disk"),
+    "kept_weights": (0, 1, 3),
+    "kept_state": (0, 2, 99),
     "update": ("after-backward", "on-backward", "on-fetch"),
     "prefetch": (0, 1, 2),
     "micro_rows": ((4,), (3, 1), (1, 1, 1, 1)),
@@ -44,24 +47,29 @@ AXES = {
 }
 """Everything a plan chooses, with precision, split, clip, rule, tie and cut, which also choose bits."""
 
+PLACES = ("state", "weights", "gradients", "inputs", "kept_weights", "kept_state")
+
 NUMERICS = ("precision", "micro_rows", "clip", "tied", "rule", "vocabulary_parts", "turns")
 
 
-DRAWN = ("precision", "order", "recompute", "commit_steps", "snapshot_steps")
+DRAWN = (
+    "precision", "order", "recompute", "commit_steps", "snapshot_steps", "kept_weights", "kept_state",
+)  # fmt: skip
 """Drawn anew for each combination of the others: their product with all of them takes hours."""
 
 
-def one_of_each(rows: list[Row], rng: random.Random) -> list[Row]:
-    """A random row for each combination of what is not DRAWN."""
-    groups: dict[tuple[object, ...], list[Row]] = {}
-    for row in rows:
-        groups.setdefault(tuple(value for name, value in row.items() if name not in DRAWN), []).append(row)
-    return [rng.choice(group) for group in groups.values()]
+def one_of_each(rng: random.Random) -> Iterator[Row]:
+    """A random row for each combination of what is not DRAWN that has one."""
+    for group in product(*(values for name, values in AXES.items() if name not in DRAWN)):
+        chosen = zip((name for name in AXES if name not in DRAWN), group, strict=True)
+        row = next(random_rows({**AXES, **{name: (value,) for name, value in chosen}}, offered, rng), None)
+        if row is not None:
+            yield row
 
 
 def plan_of(row: Row) -> Plan:
     """The plan that a row of choices describes."""
-    placement = Placement(**{kind: row[kind] for kind in ("state", "weights", "gradients", "inputs")})
+    placement = Placement(**{kind: row[kind] for kind in PLACES})
     choices = {
         name: row[name]
         for name in (
@@ -130,9 +138,8 @@ def test_every_pair_of_choices_gives_the_bits_of_the_plain_loop(
 
 def test_every_choice_gives_the_bits_of_the_plain_loop(kernels: Kernels, seed: int, long: bool) -> None:
     """With `--long` the whole product of the axes but DRAWN, in memory; else a few plans at random."""
-    rows, rng = list(every_row(AXES, offered)), random.Random(seed)
-    cases = Cases(seed, kernels)
-    for row in one_of_each(rows, rng) if long else rng.sample(rows, SAMPLED):
+    rng, cases = random.Random(seed), Cases(seed, kernels)
+    for row in one_of_each(rng) if long else islice(random_rows(AXES, offered, rng), SAMPLED):
         check(cases.get(row), row, Path("/run"), kernels, RecordingDisk())
 
 

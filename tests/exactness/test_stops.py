@@ -154,6 +154,8 @@ def another_plan(plan: Plan, rng: random.Random) -> Plan:
             weights=rng.choice(("state", "ram", "disk")),
             gradients=rng.choice(("ram", "disk")),
             inputs=rng.choice(("ram", "disk")),
+            kept_weights=rng.choice((0, 0, 1, 3)),
+            kept_state=rng.choice((0, 0, 1, 3)),
         )
         found = plan.model_copy(
             update={

@@ -150,8 +150,8 @@ class Emitter:
 
     def weights(self, block: int) -> tuple[Stream, list[int]]:
         """How to get a block's compute weights into RAM: (stream, buffers they lie in)."""
-        model, place = self.model, self.model.plan.placement
-        if model.master_is_weights:
+        model, place = self.model, self.model.place(block)
+        if model.master_is_weights(block):
             return [], [self.resident(BufferKind.STATE, Tier.RAM, block)]
         if place.weights == "ram":
             return [], [self.resident(BufferKind.WEIGHTS, Tier.RAM, block)]
@@ -162,7 +162,7 @@ class Emitter:
             return [
                 Piece(lambda: self.disk_task(TaskKind.READ_WEIGHTS, size, [source], [target], block), None)
             ], [target]
-        if place.state == "ram":
+        if model.holds_state(block):
             state = self.resident(BufferKind.STATE, Tier.RAM, block)
             return [Piece(None, lambda: self.cast(state, target, block, -1, model.plane_bytes[block]))], [
                 target
@@ -209,8 +209,8 @@ class Emitter:
         scales = [] if scale is None else [scale]
         targets = [] if target is None else [target]
         stream: Stream = []
-        resident = self.resident(BufferKind.STATE, Tier.RAM, block) if place.state == "ram" else None
-        if resident is not None and gradient is not None:
+        resident = self.resident(BufferKind.STATE, Tier.RAM, block) if model.holds_state(block) else None
+        if place.state == "ram" and resident is not None and gradient is not None:
             whole = self._update_op(
                 model.plane_bytes[block], [gradient, *scales], [resident, *targets], block, -1
             )
@@ -231,6 +231,7 @@ class Emitter:
                 total = model.part_bytes(block, part)
                 state = self.ram(BufferKind.STATE_CHUNK, total, block, part=part)
                 reads.append(self._read(TaskKind.READ_STATE, total, slot, state, block, part))
+            if place.state == "disk":
                 rests.append(self._store(state, block, range(part, part + 1)))
             update = self._update_op(size, [source, *scales], [state, *targets], block, part)
             stream.append(Piece(_all(reads), _all([update, *rests])))

@@ -13,7 +13,7 @@ from packmule.shapes.layout import PAGE, round_up
 from packmule.shapes.model import Block, ModelShape
 from packmule.shapes.module import Shape
 from packmule.shapes.state import STATES, plane_layout
-from packmule.spec.plan import Plan
+from packmule.spec.plan import Placement, Plan
 
 RUN = 4
 """Chunks of every plane that are moved at once where none waits for another: fewer pauses between them."""
@@ -153,11 +153,30 @@ class PlannedModel:
         """Compute weights differ from masters in dtype."""
         return self.types.compute != self.types.master
 
-    @property
-    def master_is_weights(self) -> bool:
-        """The resident master plane serves as the compute weights."""
+    def place(self, block: int) -> Placement:
+        """Where a block's buffers live: as the plan says, but for weights kept in spare RAM."""
         place = self.plan.placement
-        return place.state == "ram" and place.weights == "state" and not self.casts
+        if place.weights == "ram" or block not in self.outermost[: place.kept_weights]:
+            return place
+        return place.model_copy(update={"weights": "ram"})
+
+    def holds_state(self, block: int) -> bool:
+        """Whether a block's state is in RAM between its uses: all are, or this one is kept in spare RAM.
+
+        What a run will read next is known: every block once a step, always in the same order. Then the best
+        cache (Belady 1966) holds some blocks all the time and leaves the others alone."""
+        place = self.plan.placement
+        return place.state == "ram" or block in self.outermost[: place.kept_state]
+
+    @cached_property
+    def outermost(self) -> tuple[int, ...]:
+        """Blocks from the ends of the model inwards: transfers of outer ones have least to hide behind."""
+        last = len(self.blocks) - 1
+        return tuple(sorted(range(last + 1), key=lambda block: min(block, last - block)))
+
+    def master_is_weights(self, block: int) -> bool:
+        """Whether a block's resident master plane serves as the compute weights."""
+        return self.holds_state(block) and self.place(block).weights == "state" and not self.casts
 
     @property
     def decoder(self) -> ModelShape:
@@ -182,11 +201,11 @@ class PlannedModel:
         table = Residents()
         for block in self.blocks:
             index, plane = block.index, self.plane_bytes[block.index]
-            if place.state == "ram":
+            if self.holds_state(index):
                 table.add(BufferKind.STATE, Tier.RAM, index, sum(self.plane_sizes[index]))
-            if place.weights == "ram":
+            if self.place(index).weights == "ram":
                 table.add(BufferKind.WEIGHTS, Tier.RAM, index, self.weight_bytes[index])
-            if place.weights == "disk":
+            if self.place(index).weights == "disk":
                 table.add(BufferKind.WEIGHTS, Tier.DISK, index, self.weight_bytes[index])
             if place.gradients == "disk" and (plan.update != "on-backward" or self.halved(index)):
                 for part, (_, size) in enumerate(self.chunks(index)):

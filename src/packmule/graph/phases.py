@@ -28,13 +28,13 @@ def build_load(model: PlannedModel, costs: Costs) -> StepGraph:
 
 def _loaded(emitter: Emitter, block: int) -> Visit:
     """Read a block's state, and make of it what the plan keeps elsewhere."""
-    model, visit, place = emitter.model, Visit(), emitter.model.plan.placement
+    model, visit, place = emitter.model, Visit(), emitter.model.place(block)
     target = None
     if place.weights == "ram":
         target = emitter.resident(BufferKind.WEIGHTS, Tier.RAM, block)
     elif place.weights == "disk":
         target = emitter.ram(BufferKind.WEIGHTS, model.weight_bytes[block], block)
-    state = emitter.resident(BufferKind.STATE, Tier.RAM, block) if place.state == "ram" else None
+    state = emitter.resident(BufferKind.STATE, Tier.RAM, block) if model.holds_state(block) else None
     chunks = model.chunks(block)
     alone = [range(part, part + 1) for part in range(len(chunks))]
     for parts in alone if state is None else model.runs(block):

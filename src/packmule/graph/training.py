@@ -207,11 +207,11 @@ class _Step:
         return self.experts.routed_bytes(owner, tokens)
 
     def _forward_weights(self, block: int, update: bool) -> tuple[Stream, list[int]]:
-        emitter, model, place = self.emitter, self.model, self.plan.placement
+        emitter, model, place = self.emitter, self.model, self.model.place(block)
         if not update:
             return emitter.weights(block)
         source = None if place.gradients == "disk" else self.gradient(block)
-        if model.master_is_weights:
+        if model.master_is_weights(block):
             return emitter.update(block, source, self.scale, None), [
                 emitter.resident(BufferKind.STATE, Tier.RAM, block)
             ]
@@ -428,7 +428,7 @@ class _Step:
 
     def update(self, block: int, gradient: int | None) -> Stream:
         """The rule outside a forward fetch; compute weights that are kept are renewed too."""
-        emitter, place = self.emitter, self.plan.placement
+        emitter, place = self.emitter, self.model.place(block)
         target = None
         if place.weights == "ram":
             target = emitter.resident(BufferKind.WEIGHTS, Tier.RAM, block)

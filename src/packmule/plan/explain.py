@@ -47,6 +47,7 @@ def decisions(shape: Shape, plan: Plan) -> list[tuple[str, str]]:
     planes, weights = sum(sizes.planes), sum(sizes.weights)
     state = f"{format_bytes(sum(sizes.state))} "
     state += "in RAM" if place.state == "ram" else "on disk, streamed block by block"
+    state += _kept(place.kept_state, "that are not read")
     sources = {
         "state": "made from the state at each use" if place.state == "disk" else "made from the state in RAM",
         "ram": f"{format_bytes(weights)} in RAM, a copy",
@@ -74,7 +75,7 @@ def decisions(shape: Shape, plan: Plan) -> list[tuple[str, str]]:
         ),
         ("state", f"{state} ({_KEPT[numerics.optimizer.rule]})"),
         *_vocabulary(shape, numerics),
-        ("weights", sources[place.weights]),
+        ("weights", sources[place.weights] + _kept(place.kept_weights, "too")),
         ("gradients", gradients),
         ("activations", _activations(plan)),
         ("block inputs", f"{format_bytes(_input_bytes(shape, plan))} {_where(place.inputs)}"),
@@ -122,6 +123,10 @@ def _rows(shape: Shape, numerics: Numerics) -> str:
 
 def _where(tier: str) -> str:
     return "in RAM" if tier == "ram" else "on disk"
+
+
+def _kept(blocks: int, how: str) -> str:
+    return f", but for {_count(blocks, 'block')} kept in RAM {how}" if blocks else ""
 
 
 def _count(number: int, noun: str) -> str:

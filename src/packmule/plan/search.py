@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import combinations
+from itertools import accumulate, combinations
 from typing import NamedTuple
 
 from packmule.errors import DoesNotFit
+from packmule.graph.model import PlannedModel
 from packmule.plan.bounds import Sizes, ram_bound, seconds_bound
 from packmule.plan.candidates import CHUNK_BYTES, MOST_READ_AHEAD, candidates, streams
 from packmule.plan.predict import STAGING_BYTES, baseline, batch_bytes, predict, step_only
@@ -168,6 +169,9 @@ def _closely(
             for variant in rising:
                 if variant != plan and not fits(variant, number):
                     break  # those that follow need more
+        for variant in _keeping(situation, best()[2]):
+            if fits(variant, number):
+                break
     return fitting, at
 
 
@@ -183,6 +187,28 @@ def _cuts(plan: Plan) -> list[list[Plan]]:
     if io.chunk_bytes < max(CHUNK_BYTES):
         rising.append([io.model_copy(update={"chunk_bytes": max(CHUNK_BYTES)})])
     return [[plan.model_copy(update={"io": io}) for io in ios] for ios in rising]
+
+
+def _keeping(situation: Situation, plan: Plan) -> Iterator[Plan]:
+    """The same plan with blocks kept in the RAM it leaves, less and less of it: weights first, which are read
+    twice a step."""
+    place, shape = plan.placement, situation.shape
+    if place.state == "ram":
+        return
+    sizes, order = Sizes.of(shape, plan.numerics), PlannedModel(shape, plan).outermost
+    spare = situation.budget_bytes - step_only(situation, plan)[1]
+
+    def count(table: Sequence[int], room: float) -> int:
+        held = accumulate(table[block] for block in order)
+        return sum(size <= room for size in held)
+
+    for share in (0.95, 0.8, 0.6):
+        weights = 0 if place.weights == "ram" else count(sizes.weights, share * spare)
+        left = share * spare - sum(sizes.weights[block] for block in order[:weights])
+        state = count(sizes.state, left)
+        if weights or state:
+            kept = place.model_copy(update={"kept_weights": weights, "kept_state": state})
+            yield plan.model_copy(update={"placement": kept})
 
 
 def _complete(situation: Situation, plan: Plan) -> Plan | None:

@@ -105,6 +105,12 @@ class Placement(Record):
     )
     gradients: Literal["ram", "disk"] = "ram"
     inputs: Literal["ram", "disk"] = "ram"
+    kept_weights: int = Field(
+        default=0, ge=0, description="blocks whose compute weights stay in ram though others' do not"
+    )
+    kept_state: int = Field(
+        default=0, ge=0, description="blocks whose state stays in ram too: stored like the others', not read"
+    )
 
 
 class Io(Record):
