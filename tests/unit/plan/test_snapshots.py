@@ -30,7 +30,7 @@ def test_a_snapshot_adds_the_bytes_of_the_state_and_their_time_at_most(state: st
     assert (without.snapshot_bytes, without.snapshot_seconds) == (0, 0)
     assert found.snapshot_bytes == size
     # At most the time of its writes, had nothing else been under way.
-    tasks = graphs(situation, kept)["step, commit, snapshot"].tasks
+    tasks = graphs(situation, kept)["step, commit, snapshot"]().tasks
     assert found.snapshot_seconds <= situation.costs.write(size) + tasks * situation.costs.task_seconds + 1
     # What it adds is apart from a step's own prediction.
     for name in ("step_seconds", "disk_seconds", "disk_bytes_written_per_step", "disk_bytes_read_per_step"):
