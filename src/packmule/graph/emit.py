@@ -242,7 +242,6 @@ class Emitter:
     ) -> Stream:
         """`update` by a rule that needs all of a tensor: what is not in RAM whole is brought there."""
         model, chunks = self.model, self.model.chunks(block)
-        resident = model.plan.placement.state == "ram"
         stream: Stream = []
         if gradient is None:
             gradient = self.ram(BufferKind.GRADIENT, model.plane_bytes[block], block)
@@ -250,19 +249,20 @@ class Emitter:
                 stored = self.resident(BufferKind.GRADIENT_CHUNK, Tier.DISK, block, part)
                 read = self._read(TaskKind.READ_GRADIENT, size, stored, gradient, block, part)
                 stream.append(Piece(read, None))
-        if resident:
+        if model.holds_state(block):
             state = self.resident(BufferKind.STATE, Tier.RAM, block)
         else:
             state = self.ram(BufferKind.STATE, sum(model.plane_sizes[block]), block)
+            for part in range(len(chunks)):
+                slot, total = (
+                    self.resident(BufferKind.SLOT, Tier.SLOTS, block, part),
+                    model.part_bytes(block, part),
+                )
+                read = self._read(TaskKind.READ_STATE, total, slot, state, block, part)
+                stream.append(Piece(read, None))
         stores: list[Op] = []
-        for part in range(0 if resident else len(chunks)):
-            slot, total = (
-                self.resident(BufferKind.SLOT, Tier.SLOTS, block, part),
-                model.part_bytes(block, part),
-            )
-            read = self._read(TaskKind.READ_STATE, total, slot, state, block, part)
-            stream.append(Piece(read, None))
-            stores.append(self._store(state, block, range(part, part + 1)))
+        if model.plan.placement.state == "disk":
+            stores = [self._store(state, block, range(part, part + 1)) for part in range(len(chunks))]
         size = model.plane_bytes[block]
         update = self._update_op(size, [gradient, *scales], [state, *targets], block, -1)
         return [*stream, Piece(None, update), *(Piece(None, store) for store in stores)]
