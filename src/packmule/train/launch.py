@@ -58,8 +58,8 @@ from packmule.train.watch import interruptible, run_child
 
 
 def _search(situation: Situation, tokenizer: int) -> tuple[Situation, Found]:
-    """Search with this process's memory counted; once more should searching itself have taken
-    more of it than was set aside (large models have large graphs)."""
+    """Search with this process's memory counted, and what searching will take of it; once more should it
+    have taken more."""
     counted = with_own_memory(situation, tokenizer)
     found = search(counted)
     grown = with_own_memory(situation, tokenizer, WATCH_BYTES)

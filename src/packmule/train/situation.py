@@ -18,10 +18,12 @@ from packmule.data.sources import find_files
 from packmule.errors import ConfigError, DataError
 from packmule.graph.costs import Costs
 from packmule.kernels import native
+from packmule.plan.candidates import CHUNK_BYTES
 from packmule.plan.situation import Situation, Smaller
 from packmule.probe import asked_threads
 from packmule.probe import load as load_hardware
 from packmule.shapes.bodies import dtypes
+from packmule.shapes.layout import ITEMSIZE
 from packmule.shapes.model import ModelShape
 from packmule.shapes.module import ModuleShape, Shape
 from packmule.spec.environment import Environment, read_environment
@@ -35,7 +37,10 @@ from packmule.train.memory import process_memory
 from packmule.train.stopping import check_metric
 
 RESERVE = 14 << 20
-"""What the parent may still grow by while it plans (M: 11 MB for 3400 tasks) and watches."""
+"""What the parent may still grow by at least while it plans and watches."""
+
+SEARCH_BYTES = 56 << 10
+"""Objects of a search per chunk of a model's masters (M: 40 kB for 374M parameters, 51 kB for 1.1B)."""
 
 WATCH_BYTES = 2 << 20
 """What it may still grow by while it watches."""
@@ -263,12 +268,19 @@ def ram_budget(job: Job, hardware: Hardware) -> int:
     return asked
 
 
-def with_own_memory(situation: Situation, tokenizer: int, growth: int = RESERVE) -> Situation:
+def search_bytes(shape: Shape) -> int:
+    """By how much this process may grow while it searches: graphs have some tasks per chunk of state."""
+    return SEARCH_BYTES * -(-shape.numel * ITEMSIZE["float32"] // max(CHUNK_BYTES))
+
+
+def with_own_memory(situation: Situation, tokenizer: int, growth: int | None = None) -> Situation:
     """Count this very process instead of the probe's stand-in, and the child's tokenizer.
 
     Args:
-        growth: bytes this process may still grow by.
+        growth: bytes this process may still grow by; those of a search by default.
     """
+    if growth is None:
+        growth = max(RESERVE, search_bytes(situation.shape))
     hardware = situation.hardware
     own = max(hardware.parent_baseline_bytes, process_memory().peak + growth)
     changed = hardware.model_copy(
