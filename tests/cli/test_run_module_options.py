@@ -195,12 +195,13 @@ class Cut(ModuleCase):
 def test_memory_that_runs_out_halves_the_micro_batches_and_nothing_else(
     modules: Modules, kernels: Kernels, one_thread: None
 ) -> None:
-    """Once in a step, once in an evaluation; each time the steps before are kept."""
+    """Once in a step, once in an evaluation; each time the steps before are kept. (A step's commit ends
+    it: the modules tell by HEAD where the run is.)"""
     (modules.bench.folder / "short.py").write_text(SHORT)
-    where = random.Random(modules.seed).choice(["ram", "disk"])
     path = modules.job(
         "short", model__factory="short.py:make", model__arguments={"reports": True},
-        train__micro_batch_size=6, hardware__state=where, checkpoint__commit_steps=1,
+        train__micro_batch_size=6, hardware__state="disk", train__update="after-backward",
+        checkpoint__commit_steps=1,
     )  # fmt: skip
     done = modules.run("train", path.name, "--json").succeeded()
     run = modules.bench.folder / "short"

@@ -137,7 +137,8 @@ def test_a_killed_run_goes_on_with_the_same_bits_and_the_same_modules(
     code, run = modules.bench.folder / "changing.py", modules.bench.folder / "killed"
     code.write_text(CODE.format(change="pass"))
     factories = {"model__factory": "changing.py:make", "data__factory": "changing.py:Points"}
-    path = modules.job("killed", hardware__state="disk", **factories)
+    # A step's commit ends it: the data tells by HEAD where the run is.
+    path = modules.job("killed", hardware__state="disk", train__update="after-backward", **factories)
     held = modules.bench.folder / "hold"
     held.touch()
     kill_after(modules, path, run, step=2)

@@ -55,7 +55,10 @@ class RunSource:
             DataError: a block or tensor is missing, of another shape, or not of this model.
         """
         found = {
-            name: (sum(piece.rows for piece in pieces), *pieces[0].entry.shape[1:])
+            # A tensor that is whole may have no rows: a number alone.
+            name: pieces[0].entry.shape
+            if len(pieces) == 1
+            else (sum(piece.rows for piece in pieces), *pieces[0].entry.shape[1:])
             for name, pieces in _pieces(self._reader.layout).items()
         }
         wanted = {(block.name, p.name): p.shape for block in shape.cut(1).blocks() for p in block.parameters}
