@@ -11,7 +11,7 @@ from packmule.graph.experts import ExpertTasks
 from packmule.graph.kinds import BufferKind, TaskKind, Tier
 from packmule.graph.model import PlannedModel
 from packmule.graph.step import StepGraph
-from packmule.graph.training import Visit, arrange
+from packmule.graph.visits import Visit, arrange
 from packmule.graph.vocabulary import VocabularyTasks
 from packmule.shapes import bodies
 from packmule.shapes.layout import ITEMSIZE, PAGE, round_up

@@ -2,73 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from functools import partial
 
 from packmule.graph.costs import Costs
-from packmule.graph.emit import Emitter, Op, Piece, Stream, in_order
+from packmule.graph.emit import Emitter, Op, Piece, Stream
 from packmule.graph.experts import ExpertTasks
 from packmule.graph.kinds import BufferKind, TaskKind, Tier
 from packmule.graph.model import PlannedModel
 from packmule.graph.step import StepGraph
+from packmule.graph.visits import Visit, arrange, emit
 from packmule.graph.vocabulary import VocabularyTasks
 from packmule.shapes.layout import ITEMSIZE, PAGE, round_up
-from packmule.spec.plan import Io
-
-
-@dataclass
-class Visit:
-    """Some micro-batches at one block in one direction.
-
-    Attributes:
-        fetch: brings what the computation needs; runs ahead.
-        compute: the computation, one op per micro-batch.
-        after: what follows from it (updates, stores); may lag behind.
-    """
-
-    fetch: Stream = field(default_factory=list)
-    compute: list[Op] = field(default_factory=list)
-    after: Stream = field(default_factory=list)
-
-
-def arrange(visits: list[Visit], io: Io) -> None:
-    """Emit visits in program order: fetches `io.prefetch` visits ahead, aftermath one visit late,
-    both interleaved with the computation between them.
-
-    While an operation of a visit computes, the disk can do no more than the reads that stand
-    before it: `io.read_ahead` chunks of the stream. As many chunks' updates follow the operation
-    without waiting."""
-    prefetch = io.prefetch
-    if prefetch == 0:
-        for visit in visits:
-            _emit(visit.fetch, io)
-            for op in visit.compute:
-                op()
-            _emit(visit.after, io)
-        return
-    for visit in visits[:prefetch]:
-        _emit(visit.fetch, io)
-    late: Stream = []
-    for index, visit in enumerate(visits):
-        ahead = visits[index + prefetch].fetch if index + prefetch < len(visits) else []
-        lead, units = in_order([*ahead, *late], io.read_ahead)
-        for op in lead:
-            op()
-        done = 0
-        for number, op in enumerate(visit.compute, start=1):
-            op()
-            until = len(units) * number // len(visit.compute)
-            for unit in units[done:until]:
-                unit()
-            done = until
-        late = visit.after
-    _emit(late, io)
-
-
-def _emit(stream: Stream, io: Io) -> None:
-    lead, units = in_order(stream, io.read_ahead)
-    for op in [*lead, *units]:
-        op()
 
 
 class _Step:
@@ -613,9 +557,9 @@ def build_step(
     if plan.update == "after-backward":
         for block in step.active:
             disk = plan.placement.gradients == "disk"
-            _emit(step.update(block, None if disk else step.gradient(block)), plan.io)
+            emit(step.update(block, None if disk else step.gradient(block)), plan.io)
     if commit and not plan.commits_late:
-        _emit(step.emitter.commit(), plan.io)
+        emit(step.emitter.commit(), plan.io)
     return step.emitter.build()
 
 
@@ -624,6 +568,6 @@ def build_drain(model: PlannedModel, costs: Costs, snapshot: bool = False) -> St
     step = _Step(model, costs, 1.0, pending=True, snapshot=snapshot)
     disk = model.plan.placement.gradients == "disk"
     for block in model.blocks:
-        _emit(step.update(block.index, None if disk else step.gradient(block.index)), model.plan.io)
-    _emit(step.emitter.commit(), model.plan.io)
+        emit(step.update(block.index, None if disk else step.gradient(block.index)), model.plan.io)
+    emit(step.emitter.commit(), model.plan.io)
     return step.emitter.build()
