@@ -27,6 +27,8 @@ from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
+from fresh_engine import fresh_engine, random_batches, set_up_process
+
 if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
@@ -170,39 +172,23 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=3, help="of a step, its cores alone, its disk alone")
     parser.add_argument("--folder", default=".", help="on the disk to use")
     arguments = parser.parse_args()
-    from packmule.shapes.bodies import PRIMITIVES_KEPT
-    from packmule.train.memory import process_memory, trim_malloc, tune_caches, tune_malloc
-
-    tune_malloc()
-    tune_caches(PRIMITIVES_KEPT)
-    import torch
-
-    torch.set_grad_enabled(False)
+    set_up_process()
     import time
 
     import numpy as np
 
-    from packmule.checkpoint.head import Progress
-    from packmule.data.manifest import random_manifest
     from packmule.engine.bodies import BODIES
-    from packmule.engine.engine import Engine, Needs
     from packmule.engine.runtime import StepState
-    from packmule.graph.model import PlannedModel
     from packmule.graph.traffic import traffic, uses_disk
-    from packmule.models.weights.source import RandomSource
     from packmule.optim.rule import Update
     from packmule.plan.search import search
     from packmule.probe import load
     from packmule.shapes.model import ModelShape
-    from packmule.spec.batch import IGNORED, Batch
     from packmule.spec.environment import read_environment
     from packmule.spec.job import load_job
     from packmule.spec.units import format_bytes, parse_bytes
-    from packmule.tiers.disk import PosixDisk
-    from packmule.train.folder import RunFolder
-    from packmule.train.setup import costs_of, make_kernels, make_store
+    from packmule.train.memory import process_memory
     from packmule.train.situation import make_numerics, make_situation
-    from packmule.train.transfer import import_weights
 
     budget, rows = parse_bytes(arguments.ram), arguments.tokens // LENGTH
     with tempfile.TemporaryDirectory(dir=arguments.folder) as name:
@@ -228,54 +214,38 @@ def main() -> int:
             evaluation_rows=(),
         )
         plan = search(situation).plan
-        kernels, disk, folder = make_kernels(plan), PosixDisk(), RunFolder(Path(name), Path(name))
-        store = make_store(disk, folder, shape, plan, kernels)
-        store.create_files()
-        progress = Progress(step=0, cursor=0, tokens=0, numerics=plan.numerics, job_hash="", model=config)
-        with RandomSource(random_manifest(config, 0)) as source:
-            import_weights(store, shape, source, progress, lambda done, total: None)
-        trim_malloc()
-        engine = Engine(
-            PlannedModel(shape, plan), kernels, store, disk, folder.state, costs_of(hardware, plan),
-            Needs(mean_length=float(LENGTH)),
-        )  # fmt: skip
-        engine.arena.touch()
-        engine.load()
-        rng, batches = np.random.default_rng(0), []
-        for count in plan.numerics.micro_rows:
-            ids = rng.integers(0, shape.vocab, (count, LENGTH))
-            after = np.full_like(ids, IGNORED)
-            after[:, :-1] = ids[:, 1:]
-            places = np.tile(np.arange(LENGTH, dtype=np.int32), count)
-            batches.append(Batch(ids.reshape(-1), after.reshape(-1), places, (LENGTH,) * count))
+        batches = random_batches(plan, shape.vocab, LENGTH)
         targets = rows * (LENGTH - 1)
-        graph = engine.programs["step, commit"].graph
-        micro, number = plan.numerics.micro_tokens, 0
+        with fresh_engine(Path(name), config, shape, plan, hardware, LENGTH) as (engine, progress):
+            graph = engine.programs["step, commit"].graph
+            micro, number = plan.numerics.micro_tokens, 0
 
-        def state() -> StepState:
-            prepared = [engine.runtime.prepare(batch) for batch in batches]
-            return StepState(prepared, number + 1, micro, 1 / targets, Update(number + 1, RATE), progress)
+            def state() -> StepState:
+                prepared = [engine.runtime.prepare(batch) for batch in batches]
+                return StepState(prepared, number + 1, micro, 1 / targets, Update(number + 1, RATE), progress)
 
-        # In place of what C does not read: random numbers of about 0.01 in both float types.
-        noise = (0x3C00 | rng.integers(0, 128, 1 << 20) | rng.integers(0, 2, 1 << 20) << 15).astype(np.uint16)
-        steps, cores, disk_alone, peak = [], [], [], 0
-        for _ in range(arguments.rounds):
-            engine.load()
-            for _ in range(2):  # the first may have no update pending yet
-                number += 1
-                began = time.perf_counter()
-                result = engine.step(batches, targets, Update(number, RATE), progress, commit=True)
-                seconds = time.perf_counter() - began
-            steps.append(seconds)
-            peak = max(peak, process_memory().peak)
-            fill(engine.arena.memory, noise)
-            cores.append(alone(engine, "step, commit", without(BODIES, uses_disk), state()).seconds)
-            idle = without(BODIES, lambda kind: not uses_disk(kind))
-            engine.load()
-            disk_alone.append(alone(engine, "step, commit", idle, state()).seconds)
-        read, written = traffic(graph)
-        rate = disk_rate(Path(name), read / (read + written))
-        engine.close()
+            # In place of what C does not read: random numbers of about 0.01 in both float types.
+            rng = np.random.default_rng(0)
+            noise = (0x3C00 | rng.integers(0, 128, 1 << 20) | rng.integers(0, 2, 1 << 20) << 15).astype(
+                np.uint16
+            )
+            steps, cores, disk_alone, peak = [], [], [], 0
+            for _ in range(arguments.rounds):
+                engine.load()
+                for _ in range(2):  # the first may have no update pending yet
+                    number += 1
+                    began = time.perf_counter()
+                    result = engine.step(batches, targets, Update(number, RATE), progress, commit=True)
+                    seconds = time.perf_counter() - began
+                steps.append(seconds)
+                peak = max(peak, process_memory().peak)
+                fill(engine.arena.memory, noise)
+                cores.append(alone(engine, "step, commit", without(BODIES, uses_disk), state()).seconds)
+                idle = without(BODIES, lambda kind: not uses_disk(kind))
+                engine.load()
+                disk_alone.append(alone(engine, "step, commit", idle, state()).seconds)
+            read, written = traffic(graph)
+            rate = disk_rate(Path(name), read / (read + written))
     bound = [max(pair) for pair in zip(cores, disk_alone, strict=True)]
     ratio = median(step / least for step, least in zip(steps, bound, strict=True))
     stated = sum(formula(shape.numel, sum(b.numel for b in shape.blocks() if b.kind == "layer"), plan))

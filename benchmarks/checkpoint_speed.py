@@ -33,6 +33,8 @@ from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
+from fresh_engine import fresh_engine, random_batches, set_up_process
+
 if TYPE_CHECKING:
     from packmule.engine.engine import Engine
 
@@ -58,29 +60,13 @@ def run_of(
     config: dict[str, Any], state: str, folder: str, rows: int, weights: str = "auto"
 ) -> Iterator[tuple[Engine, Any]]:
     """An engine over a fresh run, as a training child has it, and what a commit records."""
-    from packmule.shapes.bodies import PRIMITIVES_KEPT
-    from packmule.train.memory import trim_malloc, tune_caches, tune_malloc
-
-    tune_malloc()
-    tune_caches(PRIMITIVES_KEPT)
-    import torch
-
-    torch.set_grad_enabled(False)
-    from packmule.checkpoint.head import Progress
-    from packmule.data.manifest import random_manifest
-    from packmule.engine.engine import Engine, Needs
-    from packmule.graph.model import PlannedModel
-    from packmule.models.weights.source import RandomSource
+    set_up_process()
     from packmule.plan.search import search
     from packmule.probe import load
     from packmule.shapes.model import ModelShape
     from packmule.spec.environment import read_environment
     from packmule.spec.job import load_job
-    from packmule.tiers.disk import PosixDisk
-    from packmule.train.folder import RunFolder
-    from packmule.train.setup import costs_of, make_kernels, make_store
     from packmule.train.situation import make_numerics, make_situation
-    from packmule.train.transfer import import_weights
 
     with tempfile.TemporaryDirectory(dir=folder) as name:
         hardware = load(read_environment().cache / "probe.json", name)
@@ -99,23 +85,8 @@ def run_of(
             job, shape, hardware, hardware.ram_available_bytes, None, numerics, False, 0
         )
         plan = search(replace(situation, mean_length=float(LENGTH), evaluation_rows=())).plan
-        kernels, disk, place = make_kernels(plan), PosixDisk(), RunFolder(Path(name), Path(name))
-        store = make_store(disk, place, shape, plan, kernels)
-        store.create_files()
-        progress = Progress(step=0, cursor=0, tokens=0, numerics=plan.numerics, job_hash="", model=config)
-        with RandomSource(random_manifest(config, 0)) as source:
-            import_weights(store, shape, source, progress, lambda done, total: None)
-        trim_malloc()
-        engine = Engine(
-            PlannedModel(shape, plan), kernels, store, disk, place.state, costs_of(hardware, plan),
-            Needs(mean_length=float(LENGTH)),
-        )  # fmt: skip
-        engine.arena.touch()
-        engine.load()
-        try:
-            yield engine, progress
-        finally:
-            engine.close()
+        with fresh_engine(Path(name), config, shape, plan, hardware, LENGTH) as made:
+            yield made
 
 
 # Speed
@@ -313,21 +284,13 @@ def _states(engine: Engine) -> Iterator[list[Any]]:
 
 def measure_cost(arguments: argparse.Namespace) -> int:
     """Steps in turn: without a commit, with one, with one and a snapshot."""
-    import numpy as np
 
     from packmule.optim.rule import Update
-    from packmule.spec.batch import IGNORED, Batch
 
     rows = arguments.tokens // LENGTH
     with run_of(config_of(arguments.layers), arguments.state, arguments.folder, rows) as (engine, progress):
         plan, shape = engine.model.plan, engine.model.decoder
-        rng, batches = np.random.default_rng(0), []
-        for count in plan.numerics.micro_rows:
-            ids = rng.integers(0, shape.vocab, (count, LENGTH))
-            after = np.full_like(ids, IGNORED)
-            after[:, :-1] = ids[:, 1:]
-            places = np.tile(np.arange(LENGTH, dtype=np.int32), count)
-            batches.append(Batch(ids.reshape(-1), after.reshape(-1), places, (LENGTH,) * count))
+        batches = random_batches(plan, shape.vocab, LENGTH)
         seconds: dict[str, list[float]] = {}
         names = ("step", "step, commit", "step, commit, snapshot")
         waiting = ""

@@ -28,6 +28,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from fresh_engine import fresh_engine, random_batches, set_up_process
+
 SHAPES = {
     "374m": {
         "hidden_size": 1024, "num_hidden_layers": 24, "intermediate_size": 2816, "vocab_size": 32000,
@@ -84,33 +86,15 @@ def run_packmule(
     shape: str, precision: str, steps: int, clip: float | None, budget: int
 ) -> dict[str, object]:
     """The engine under the plan that the planner finds for a budget."""
-    from packmule.shapes.bodies import PRIMITIVES_KEPT
-    from packmule.train.memory import tune_caches, tune_malloc
+    set_up_process()
 
-    tune_malloc()
-    tune_caches(PRIMITIVES_KEPT)
-    import torch
-
-    torch.set_grad_enabled(False)
-    import numpy as np
-
-    from packmule.checkpoint.head import Progress
-    from packmule.data.manifest import random_manifest
-    from packmule.engine.engine import Engine, Needs
-    from packmule.graph.model import PlannedModel
-    from packmule.models.weights.source import RandomSource
     from packmule.optim.rule import Update
     from packmule.plan.search import search
     from packmule.probe import load
     from packmule.shapes.model import ModelShape
-    from packmule.spec.batch import IGNORED, Batch
     from packmule.spec.environment import read_environment
     from packmule.spec.job import load_job
-    from packmule.tiers.disk import PosixDisk
-    from packmule.train.folder import RunFolder
-    from packmule.train.setup import costs_of, make_kernels, make_store
     from packmule.train.situation import make_numerics, make_situation
-    from packmule.train.transfer import import_weights
 
     with tempfile.TemporaryDirectory(dir=Path.cwd()) as name:
         hardware = load(read_environment().cache / "probe.json", name)
@@ -135,34 +119,14 @@ def run_packmule(
             hardware=hardware.model_copy(update={"parent_baseline_bytes": 0}),
         )
         plan = search(situation).plan
-        kernels, disk = make_kernels(plan), PosixDisk()
-        folder = RunFolder(Path(name), Path(name))
-        store = make_store(disk, folder, model_shape, plan, kernels)
-        store.create_files()
-        progress = Progress(step=0, cursor=0, tokens=0, numerics=plan.numerics, job_hash="", model=config)
-        with RandomSource(random_manifest(config, 0)) as source:
-            import_weights(store, model_shape, source, progress, lambda done, total: None)
-        engine = Engine(
-            PlannedModel(model_shape, plan), kernels, store, disk, folder.state, costs_of(hardware, plan),
-            Needs(mean_length=float(LENGTH)),
-        )  # fmt: skip
-        engine.arena.touch()
-        engine.load()
-        rng = np.random.default_rng(0)
-        batches, targets = [], 0
-        for rows in plan.numerics.micro_rows:
-            ids = rng.integers(0, model_shape.vocab, (rows, LENGTH))
-            after = np.full_like(ids, IGNORED)
-            after[:, :-1] = ids[:, 1:]
-            places = np.tile(np.arange(LENGTH, dtype=np.int32), rows)
-            batches.append(Batch(ids.reshape(-1), after.reshape(-1), places, (LENGTH,) * rows))
-            targets += rows * (LENGTH - 1)
-        seconds = []
-        for step in range(steps + WARM_UP):
-            began = time.perf_counter()
-            result = engine.step(batches, targets, Update(step + 1, 1e-4), progress, commit=False)
-            seconds.append(time.perf_counter() - began)
-        engine.close()
+        batches = random_batches(plan, model_shape.vocab, LENGTH)
+        targets = sum(plan.numerics.micro_rows) * (LENGTH - 1)
+        with fresh_engine(Path(name), config, model_shape, plan, hardware, LENGTH) as (engine, progress):
+            seconds = []
+            for step in range(steps + WARM_UP):
+                began = time.perf_counter()
+                result = engine.step(batches, targets, Update(step + 1, 1e-4), progress, commit=False)
+                seconds.append(time.perf_counter() - began)
     return {
         "seconds": seconds[WARM_UP:], "peak": peak_bytes(), "loss": result.outcome.loss,
         "plan": f"products in {plan.numerics.products or precision}, {plan.update}, "
