@@ -338,7 +338,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("what", choices=("speed", "cost"))
+    parser.add_argument("what", choices=("speed", "cost"), nargs="?", default="speed")
     parser.add_argument("--gb", type=float, default=2.0, help="of state, for speed")
     parser.add_argument("--peers", action=argparse.BooleanOptionalAction, default=True)
     parser.add_argument("--state", choices=("ram", "disk"), default="ram", help="for cost")
