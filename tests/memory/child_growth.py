@@ -1,7 +1,7 @@
 """A process set up as a training child runs layers over ever new document lengths.
 
 Run as `python child_growth.py PRECISION KEPT LENGTHS`; prints the bytes by which it grew, at most,
-over a warm process that holds the buffers already.
+over a warm process that holds the buffers already, and those that it has mapped for compiled code.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from packmule.shapes.layout import TensorSpec, layout
 from packmule.shapes.model import ModelShape
 from packmule.spec.batch import Batch
 from packmule.train import baseline
-from packmule.train.memory import process_memory
+from packmule.train.memory import mapped_code_bytes, process_memory
 
 TOKENS = 512
 SHAPE = ModelShape(
@@ -25,7 +25,7 @@ SHAPE = ModelShape(
 )  # fmt: skip
 
 
-def main(precision: str, kept: int, lengths: int) -> int:
+def main(precision: str, kept: int, lengths: int) -> tuple[int, int]:
     bodies.PRIMITIVES_KEPT = kept
     baseline.peak_bytes(2)
     import torch
@@ -49,6 +49,7 @@ def main(precision: str, kept: int, lengths: int) -> int:
     saved = tensors(bodies.layer_saved(layer, TOKENS, types))
     scratch = tensors(bodies.layer_backward_scratch(layer, TOKENS, types))
     before = most = process_memory().resident
+    code = 0
     for number in range(lengths):
         # One document that almost fills the rows, and one of what is left: both lengths are new.
         documents = (TOKENS // 2 + 3 * number, TOKENS // 2 - 4 * number)
@@ -57,8 +58,8 @@ def main(precision: str, kept: int, lengths: int) -> int:
         batch = TokenBatch.from_batch(Batch(ids, ids, positions, documents))
         bodies_of.layer_forward(decoder, layer, weights, batch, x, saved, scratch, y)
         bodies_of.layer_backward(decoder, layer, weights, batch, x, saved, scratch, y, y, grads, True, True)
-        most = max(most, process_memory().resident)
-    return most - before
+        most, code = max(most, process_memory().resident), max(code, mapped_code_bytes())
+    return most - before, code
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ import textwrap
 
 import pytest
 
-from packmule.train.memory import ProcessMemory, process_memory
+from packmule.train.memory import ProcessMemory, process_memory, says_out_of_memory
 
 MIB = 1 << 20
 
@@ -91,6 +91,36 @@ def test_touched_memory_stays_below_the_limit() -> None:
         """
     ).split()
     assert int(limit) - 20 * MIB < int(peak) <= int(limit) + MIB
+
+
+def test_code_to_come_is_allowed_for_and_code_that_is_there_is_not_twice() -> None:
+    before, after = run(
+        """
+        import mmap
+        READ_WRITE_EXECUTE = mmap.PROT_READ | mmap.PROT_WRITE | mmap.PROT_EXEC
+
+        def left():
+            return resource.getrlimit(resource.RLIMIT_DATA)[0] - process_memory().data
+
+        def limit():
+            assert limit_data(process_memory().resident, untouched_bytes(1, 80 << 20) - untouched_bytes(1))
+
+        limit()
+        before = left()
+        code = mmap.mmap(-1, 50 << 20, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, prot=READ_WRITE_EXECUTE)
+        limit()
+        print(before, left())
+        """
+    ).split()
+    assert abs(int(before) - 80 * MIB) < MIB
+    assert abs(int(after) - 30 * MIB) < MIB
+
+
+def test_what_libraries_say_of_a_failed_allocation_is_known() -> None:
+    """oneDNN's words are those of a refused mapping, unless it has no such primitive at all."""
+    assert says_out_of_memory("RuntimeError: could not create a primitive")
+    assert says_out_of_memory("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried")
+    assert not says_out_of_memory("could not create a primitive descriptor for the matmul primitive")
 
 
 @pytest.mark.parametrize("kept", (4, 40))

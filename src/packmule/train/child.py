@@ -21,14 +21,13 @@ from packmule.tiers.deadline import DeadlineDisk
 from packmule.tiers.disk import PosixDisk
 from packmule.train.memory import (
     is_out_of_memory,
-    limit_data,
+    keep_budget,
     out_of_memory,
     process_memory,
     trim_malloc,
     tune_caches,
     tune_malloc,
     unlimit_data,
-    untouched_bytes,
 )
 from packmule.train.messages import Request, Sender
 
@@ -104,7 +103,7 @@ def _serve(request: Request, sender: Sender, signals: Signals) -> None:
         loop.prepare()
         trim_malloc()  # what the import left
         loop.engine.arena.touch()
-        limit_data(request.ram_bytes, untouched_bytes(loop.plan.numerics.threads))
+        keep_budget(request.ram_bytes, loop.plan.numerics)
         loop.run()
         return
     from packmule.train.reading import evaluate, generate

@@ -23,7 +23,7 @@ from packmule.train.folder import Log, RunFolder
 from packmule.train.journal import Journal, JournaledStore
 from packmule.train.look import Looks
 from packmule.train.measured import Measured
-from packmule.train.memory import is_out_of_memory, memory_now, out_of_memory, unlimit_data
+from packmule.train.memory import is_out_of_memory, keep_budget, memory_now, out_of_memory, unlimit_data
 from packmule.train.messages import Request, Sender
 from packmule.train.setup import costs_of, make_kernels, make_store
 from packmule.train.stopping import stops
@@ -345,6 +345,7 @@ class Loop:
             tokens=sum(batch.tokens for batch in batches),
             **memory_now(),
         )
+        keep_budget(self.request.ram_bytes, numerics)
         self._tell_snapshots()
         if self.signals():
             self._commit(self.step)

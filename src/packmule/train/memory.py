@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from packmule.errors import OutOfMemory
+from packmule.shapes.bodies import code_bytes, dtypes
+from packmule.spec.plan import Numerics
 
 _M_TRIM_THRESHOLD = -1
 _M_MMAP_MAX = -4
@@ -105,11 +107,32 @@ def tune_caches(primitives: int) -> None:
         setenv(name, b"%d" % primitives, 1)
 
 
-def untouched_bytes(threads: int) -> int:
+def untouched_bytes(threads: int, code: int = 0) -> int:
     """What a child still maps and hardly touches: stacks of threads to come, gaps in the heap
-    (M: 26 MB with two threads). A library that is refused such memory may well crash."""
+    (M: 26 MB with two threads), compiled code. A library that is refused such memory may well crash.
+
+    Args:
+        code: bytes that it maps in the end for code that it compiles (`shapes.bodies.code_bytes`).
+    """
     stack, _ = resource.getrlimit(resource.RLIMIT_STACK)
-    return _GAPS + threads * (stack if stack != resource.RLIM_INFINITY else 2 << 20)
+    gaps = _GAPS + threads * (stack if stack != resource.RLIM_INFINITY else 2 << 20)
+    return gaps + max(0, code - mapped_code_bytes())
+
+
+def mapped_code_bytes() -> int:
+    """What this process has mapped so far for code that it compiled."""
+    try:
+        lines = Path("/proc/self/maps").read_text().splitlines()
+    except OSError:
+        return 0
+    ranges = [line.split()[0].split("-") for line in lines if " rwx" in line]
+    return sum(int(end, 16) - int(start, 16) for start, end in ranges)
+
+
+def keep_budget(allowed: int, numerics: Numerics) -> None:
+    """`limit_data` for a process that trains or evaluates. To be renewed now and then: what it has mapped
+    since then need not be allowed for any more."""
+    limit_data(allowed, untouched_bytes(numerics.threads, code_bytes(dtypes(numerics))))
 
 
 def limit_data(allowed: int, untouched: int = 0) -> bool:
@@ -157,7 +180,11 @@ def out_of_memory(error: BaseException) -> OutOfMemory:
 def says_out_of_memory(text: str) -> bool:
     """Whether the words of an error, or of a process that died of one, are those of an allocation
     that malloc, torch or C++ could not make."""
-    return any(sign in text for sign in ("allocate memory", "bad_alloc", "can't start new thread"))
+    # oneDNN's; of a primitive that it has not for some shape it says that its descriptor was not created.
+    compiling = "could not create a primitive" in text and "primitive descriptor" not in text
+    return compiling or any(
+        sign in text for sign in ("allocate memory", "bad_alloc", "can't start new thread")
+    )
 
 
 def die_with_parent(parent: int) -> None:

@@ -20,7 +20,7 @@ from packmule.models.modules.bodies import ModuleBodies
 from packmule.models.modules.build import Building, Part, buffers
 from packmule.models.modules.samples import VALIDATION, Draw, Samples, open_dataset
 from packmule.models.views import TORCH_DTYPES
-from packmule.shapes.bodies import DTYPES
+from packmule.shapes.bodies import DTYPES, code_bytes
 from packmule.shapes.module import Cost, ModulePart, ModuleShape, ValidationSamples
 from packmule.spec.units import format_bytes
 from packmule.train.memory import is_out_of_memory, limit_data, process_memory, trim_malloc, untouched_bytes
@@ -98,7 +98,7 @@ def measured(request: GaugeRequest, sender: Sender) -> ModuleShape:
     bodies = ModuleBodies(model, types, request.seed)
     samples = Samples(dataset, np.arange(len(dataset)), request.seed, model.targets)
     _check_room(request.ram_bytes)
-    limit_data(request.ram_bytes, untouched_bytes(request.threads))
+    limit_data(request.ram_bytes, untouched_bytes(request.threads, code_bytes(types)))
 
     versions = {name: buffer._version for name, buffer in buffers(model)}
     shapes, _ = _chain(bodies, weights, samples, Draw(0, 0))

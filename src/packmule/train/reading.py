@@ -14,7 +14,7 @@ from packmule.spec.plan import Plan
 from packmule.tiers.disk import Disk
 from packmule.train.folder import RunFolder
 from packmule.train.look import evaluation_batches
-from packmule.train.memory import limit_data, untouched_bytes
+from packmule.train.memory import keep_budget
 from packmule.train.messages import Request, Sender
 from packmule.train.setup import costs_of, make_kernels
 from packmule.train.subject import Subject
@@ -33,7 +33,7 @@ def _engine(
     modules = None if subject is None else subject.modules
     engine = Engine(model, kernels, reader, disk, folder.state, costs, needs, modules=modules)
     engine.arena.touch()
-    limit_data(request.ram_bytes, untouched_bytes(plan.numerics.threads))
+    keep_budget(request.ram_bytes, plan.numerics)
     engine.load(signals)
     return engine
 
