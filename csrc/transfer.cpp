@@ -282,7 +282,7 @@ PM_API void pm_transfers_destroy(PmTransfers* transfers) { delete transfers; }
 
 PM_API int pm_transfers_ring(const PmTransfers* transfers) { return transfers->ring; }
 
-// Moves chunks and sums them. One caller at a time. Returns 0, an errno, or -1 where the file ends; then `chunk`
+// Moves chunks and sums them; null `sums`: only moves them. One caller at a time. Returns 0, an errno, or -1 where the file ends; then `chunk`
 // is the one that failed and `moved` how many of its bytes are known to have arrived.
 PM_API int pm_transfer(PmTransfers* transfers, int file, int write, int direct, int chunks, void* const* data,
                        const int64_t* bytes, const int64_t* offsets, uint32_t* sums, int* chunk,
@@ -292,7 +292,7 @@ PM_API int pm_transfer(PmTransfers* transfers, int file, int write, int direct, 
   int64_t cut = 0;      // of which so many bytes are cut
   uint64_t begun = 0, ended = 0;
   int failure = 0;
-  for (int i = 0; i < chunks; ++i) sums[i] = 0;
+  for (int i = 0; sums && i < chunks; ++i) sums[i] = 0;
   for (;;) {
     while (!failure && next < chunks && begun - ended < kDepth) {
       if (cut == bytes[next]) {
@@ -308,7 +308,7 @@ PM_API int pm_transfer(PmTransfers* transfers, int file, int write, int direct, 
       block.op.bytes = static_cast<size_t>(left < static_cast<int64_t>(kBlock) ? left : kBlock);
       block.op.offset = offsets[next] + cut;
       // Summed before it is written: what a faulty disk does to it must show.
-      if (write) sums[next] = pm_crc32c(block.op.data, block.op.bytes, sums[next], 0);
+      if (write && sums) sums[next] = pm_crc32c(block.op.data, block.op.bytes, sums[next], 0);
       transfers->channel->begin(begun % kDepth, block.op);
       cut += static_cast<int64_t>(block.op.bytes);
       ++begun;
@@ -323,7 +323,7 @@ PM_API int pm_transfer(PmTransfers* transfers, int file, int write, int direct, 
     if (failure) {
       *chunk = block.chunk;
       *moved = block.op.offset - offsets[block.chunk] + static_cast<int64_t>(arrived);
-    } else if (!write) {
+    } else if (!write && sums) {
       sums[block.chunk] = pm_crc32c(block.op.data, block.op.bytes, sums[block.chunk], 0);
     }
   }

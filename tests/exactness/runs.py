@@ -45,7 +45,7 @@ from packmule.spec.timeline import Timeline
 from packmule.spec.turns import Turns
 from packmule.tiers.disk import Disk, PosixDisk, aligned_buffer
 
-COSTS = Costs(1e11, 4e10, 1e10, 1e9, 1e9, 1e-4, 1e-5)
+COSTS = Costs(1e11, 4e10, 1e10, 1e9, 1e9, 1e-3, 1e-4, 1e-5)
 
 HIFT = Turns(method="hift", layers=1, order="random")
 BADAM = Turns(method="badam", layers=2, steps=2, order="descending")

@@ -20,6 +20,7 @@ class Costs:
     memory_bytes: float
     read_bytes: float
     write_bytes: float
+    turnaround_seconds: float
     sync_seconds: float
     task_seconds: float
 
@@ -33,6 +34,7 @@ class Costs:
             memory_bytes=hardware.memory_bytes_per_second,
             read_bytes=disk.read_bytes_per_second,
             write_bytes=disk.write_bytes_per_second,
+            turnaround_seconds=disk.turnaround_seconds,
             sync_seconds=disk.sync_seconds,
             task_seconds=hardware.task_seconds,
         )

@@ -65,6 +65,7 @@ class Emitter:
         self.mean_length = mean_length
         self.builder = GraphBuilder({"cores": threads, "disk": 1}, [t.name.lower() for t in Tier], PAGE)
         self._cores, self._disk = {"cores": threads}, {"disk": 1}
+        self._reading: bool | None = None
         self._resident: dict[tuple[int, int, int, int], int] = {}
         self.start = dict(model.residents.bytes)
 
@@ -108,8 +109,11 @@ class Emitter:
         part: int = -1,
     ) -> None:
         """A transfer of `size` bytes."""
-        name = kind.name
-        seconds = self.costs.read(size) if name.startswith("READ") else self.costs.write(size)
+        reading = kind.name.startswith("READ")
+        seconds = self.costs.read(size) if reading else self.costs.write(size)
+        if self._reading not in (None, reading):  # program order is the order in which the disk is used
+            seconds += self.costs.turnaround_seconds
+        self._reading = reading
         self.builder.task(
             kind,
             self._disk,

@@ -12,6 +12,9 @@ import numpy as np
 
 from packmule.kernels.native import open_library
 
+BLOCK_BYTES = 1 << 20
+"""Of one transfer under way; a span of more is several."""
+
 
 class Span(NamedTuple):
     """A buffer and the byte of the file where it begins."""
@@ -35,7 +38,7 @@ class TransferFailed(Exception):
 
 
 class Transfers:
-    """Moves many spans per call: blocks of 1 MiB, four under way, summed beside the transfers.
+    """Moves many spans per call: blocks of 1 MiB, four under way, each summed beside the others.
 
     Calls from several threads take turns.
 
@@ -60,12 +63,15 @@ class Transfers:
         self._lock = threading.Lock()
         weakref.finalize(self, library.pm_transfers_destroy, self._made)
 
-    def run(self, file: int, write: bool, direct: bool, spans: Sequence[Span]) -> list[int]:
+    def run(
+        self, file: int, write: bool, direct: bool, spans: Sequence[Span], summed: bool = True
+    ) -> list[int]:
         """Fill or write every span; the CRC-32C of each.
 
         Args:
             file: an open file's number.
             direct: buffers, offsets and sizes are multiples of 4096 bytes.
+            summed: False leaves the sums out: none is returned.
 
         Raises:
             TransferFailed: nothing is under way any more.
@@ -75,7 +81,7 @@ class Transfers:
         data = (ctypes.c_void_p * count)(*(array.ctypes.data for array in arrays))
         sizes = (ctypes.c_int64 * count)(*(array.size for array in arrays))
         offsets = (ctypes.c_int64 * count)(*(span.offset for span in spans))
-        sums = (ctypes.c_uint32 * count)()
+        sums = (ctypes.c_uint32 * count)() if summed else None
         failed, moved = ctypes.c_int(), ctypes.c_int64()
         with self._lock:
             rc = self._call(
@@ -84,4 +90,4 @@ class Transfers:
             )  # fmt: skip
         if rc:
             raise TransferFailed(failed.value, moved.value, None if rc < 0 else rc)
-        return list(sums)
+        return [] if sums is None else list(sums)

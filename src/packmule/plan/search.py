@@ -43,6 +43,12 @@ NEAR = 1.02
 READ_AHEADS = (2, 4, 8, 16, 32)
 """Chunks of a stream that the search reads ahead."""
 
+LONG_CHUNKS = (16 << 20, 64 << 20)
+"""Bytes of a chunk where the disk turns slowly from reading to writing: it moves more between two turns."""
+
+SLOW_TURNAROUND = 0.1
+"""A turn is slow that takes this share of moving a chunk."""
+
 LEAN = 8
 """Candidates of the least bound that are worked out to find the least that is really needed."""
 
@@ -163,7 +169,7 @@ def _closely(
     if fitting:
         _, number, plan = best()
         bound = next(item.bound for item in order if item.number == number)
-        for rising in _cuts(plan):
+        for rising in _cuts(situation, plan):
             if best()[0] <= NEAR * bound:
                 break
             for variant in rising:
@@ -175,9 +181,10 @@ def _closely(
     return fitting, at
 
 
-def _cuts(plan: Plan) -> list[list[Plan]]:
-    """The same plan with its streams cut otherwise, more and more chunks read ahead: what the disk can fetch
-    while the cores are at one task is applied at once when that task ends."""
+def _cuts(situation: Situation, plan: Plan) -> list[list[Plan]]:
+    """The same plan with its streams cut otherwise. More and more chunks read ahead: what the disk can fetch
+    while the cores are at one task is applied at once when that task ends. Longer and longer ones, where
+    the disk loses time as it turns from reading to writing."""
     if not streams(plan.placement):
         return []
     io = plan.io
@@ -186,6 +193,8 @@ def _cuts(plan: Plan) -> list[list[Plan]]:
     rising += [[io.model_copy(update={"prefetch": depth})] for depth in (0, 2)]
     if io.chunk_bytes < max(CHUNK_BYTES):
         rising.append([io.model_copy(update={"chunk_bytes": max(CHUNK_BYTES)})])
+    if situation.costs.turnaround_seconds * situation.costs.read_bytes > SLOW_TURNAROUND * io.chunk_bytes:
+        rising.append([io.model_copy(update={"chunk_bytes": size, "read_ahead": 2}) for size in LONG_CHUNKS])
     return [[plan.model_copy(update={"io": io}) for io in ios] for ios in rising]
 
 

@@ -16,6 +16,10 @@ class MatmulPoint(Record):
     flops_per_second: float = Field(gt=0)
 
 
+MIX_BYTES = 4 << 20
+"""Read, then written, then read, ... where a disk's mix is measured."""
+
+
 class DiskSpeed(Record):
     """One path's disk, in bytes per second, with O_DIRECT where it works."""
 
@@ -29,6 +33,13 @@ class DiskSpeed(Record):
     total_bytes: int = Field(default=0, ge=0, description="size of its file system; 0: not known")
     device: str = Field(default="", description="source and type of the mount, as mountinfo gives them")
     filesystem: str = Field(default="", description="its type; files on tmpfs and ramfs are RAM")
+
+    @property
+    def turnaround_seconds(self) -> float:
+        """What it costs to turn from reading to writing or back: little on a flash disk, a seek on one
+        that spins. The mix takes that much longer than its reads and its writes alone."""
+        alone = 1 / self.read_bytes_per_second + 1 / self.write_bytes_per_second
+        return max(0.0, MIX_BYTES * (2 / self.mix_bytes_per_second - alone) / 2)
 
 
 class Hardware(Record):

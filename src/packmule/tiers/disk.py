@@ -22,8 +22,8 @@ from typing import Protocol
 import numpy as np
 
 from packmule.errors import DamagedFile, DiskError
-from packmule.kernels.native import NativeKernels
-from packmule.kernels.transfers import Span, TransferFailed, Transfers
+from packmule.kernels.native import NativeKernels, library_path
+from packmule.kernels.transfers import BLOCK_BYTES, Span, TransferFailed, Transfers
 from packmule.shapes.layout import PAGE
 
 Checksum = Callable[[memoryview], int]
@@ -181,8 +181,8 @@ def aligned_buffer(size: int) -> memoryview:
 
 
 class PosixDisk:
-    """The machine's files. Uses O_DIRECT where the file system has it; sums chunks while others are under
-    way where the native library is built.
+    """The machine's files. Uses O_DIRECT where the file system has it. Where the native library is built,
+    some blocks of a large transfer are under way at once, and are summed meanwhile.
 
     Args:
         direct: False never asks for O_DIRECT.
@@ -229,6 +229,9 @@ class PosixDisk:
 
     def read_into(self, handle: Handle, buffer: memoryview, offset: int) -> None:
         view = _checked(handle, buffer, offset)
+        if self._many_blocks(view):
+            self._move(handle, [Span(view, offset)], write=False, summed=False)
+            return
         done = 0
         while done < len(view):
             try:
@@ -242,6 +245,9 @@ class PosixDisk:
 
     def write(self, handle: Handle, buffer: memoryview, offset: int) -> None:
         view = _checked(handle, buffer, offset)
+        if self._many_blocks(view):
+            self._move(handle, [Span(view, offset)], write=True, summed=False)
+            return
         done = 0
         while done < len(view):
             try:
@@ -265,13 +271,17 @@ class PosixDisk:
             return write_in_turn(self, handle, spans, checksum)
         return self._move(handle, spans, write=True)
 
-    def _move(self, handle: Handle, spans: Sequence[Span], write: bool) -> list[int]:
+    def _many_blocks(self, view: memoryview) -> bool:
+        """Whether some of its blocks can be under way at once."""
+        return len(view) > BLOCK_BYTES and library_path() is not None
+
+    def _move(self, handle: Handle, spans: Sequence[Span], write: bool, summed: bool = True) -> list[int]:
         with self._making:
             if self._transfers is None:
                 self._transfers = Transfers(self._ring)
         views = [Span(_checked(handle, span.buffer, span.offset), span.offset) for span in spans]
         try:
-            return self._transfers.run(handle.number, write, handle.direct, views)
+            return self._transfers.run(handle.number, write, handle.direct, views, summed)
         except TransferFailed as failed:
             span = views[failed.span]
             left = len(span.buffer) - failed.moved

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from itertools import pairwise
+
 import numpy as np
 import pytest
 from tests.exactness.runs import make_plan, tiny_shape
@@ -16,7 +19,7 @@ from packmule.graph.training import build_step
 from packmule.plan.bounds import Sizes, covering
 from packmule.spec.plan import Io, Placement, Plan
 
-COSTS = Costs(1e9, 1e9, 1e10, 1e9, 1e9, 0.0, 1e-7)
+COSTS = Costs(1e9, 1e9, 1e10, 1e9, 1e9, 0.0, 0.0, 1e-7)
 LAYERS, UPDATE_SHARE = 24, 0.05
 
 
@@ -52,3 +55,19 @@ def test_updates_from_disk_hide_behind_the_computation(update: str, disk: float)
     found = {name: over_bound(plan.model_copy(update={"io": io}), disk) for name, io in cuts.items()}
     assert found[enough] < 1.1
     assert found[1] > found[enough] + 0.03 and found[0] > found[enough] + 0.03
+
+
+def test_a_turn_of_the_disk_is_paid_for_where_its_direction_changes() -> None:
+    plan = make_plan(
+        placement=Placement(state="disk", weights="disk"), recompute=(True,) * 3, clip=None, chunk_bytes=4096
+    )
+    model = PlannedModel(tiny_shape(False, layers=3), plan)
+    found, slow = (
+        build_step(model, COSTS, 4.0),
+        build_step(model, replace(COSTS, turnaround_seconds=7.0), 4.0),
+    )
+    disk = [task for task, kind in enumerate(found.kind.tolist()) if is_io(TaskKind(kind))]
+    reads = [TaskKind(found.kind[task]).name.startswith("READ") for task in disk]
+    turns = sum(before != after for before, after in pairwise(reads))
+    assert turns > 10
+    assert (slow.seconds - found.seconds).sum() == pytest.approx(7.0 * turns)

@@ -51,12 +51,12 @@ class Probed:
     Attributes:
         hardware: the record.
         told: (doing, fraction) of each call of `progress`.
-        loaded: which of torch and numpy it had loaded in the end.
+        loaded_torch: whether it had loaded torch in the end.
     """
 
     hardware: Hardware
     told: list[tuple[str, float]]
-    loaded: list[str]
+    loaded_torch: bool
 
 
 _SCRIPT = """
@@ -68,8 +68,8 @@ effort = probe.Effort(
     disk_bytes=16 << 20, disk_seconds=0.1, torch_seconds=0.3, largest_matmul=512, ram_bytes=16 << 20
 )
 hardware = probe.measure(sys.argv[2], threads=1, progress=lambda *step: told.append(step), effort=effort)
-loaded = sorted({"torch", "numpy"} & set(sys.modules))
-print(json.dumps({"hardware": hardware.model_dump(mode="json"), "told": told, "loaded": loaded}))
+loaded = "torch" in sys.modules
+print(json.dumps({"hardware": hardware.model_dump(mode="json"), "told": told, "loaded_torch": loaded}))
 """
 
 
@@ -79,4 +79,4 @@ def probed(tmp_path_factory: pytest.TempPathFactory) -> Probed:
     command = [sys.executable, "-c", _SCRIPT, json.dumps(sys.path), str(folder)]
     answer = json.loads(subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout)
     hardware = Hardware.parse(answer["hardware"], "the probe")
-    return Probed(hardware, [tuple(step) for step in answer["told"]], answer["loaded"])
+    return Probed(hardware, [tuple(step) for step in answer["told"]], answer["loaded_torch"])

@@ -19,6 +19,7 @@ from packmule.errors import DiskError
 from packmule.probe.disk import BLOCK_BYTES, locate, measure_disk
 from packmule.probe.mounts import mount_of
 from packmule.probe.roots import Roots
+from packmule.spec.hardware import DiskSpeed
 
 SMALL = 4 * BLOCK_BYTES
 
@@ -37,6 +38,19 @@ def test_the_folder_need_not_exist_and_is_not_made(tmp_path):
     speed = measure_disk(tmp_path / "new" / "run", file_bytes=SMALL, seconds=0.1)
     assert speed.path == str(tmp_path)
     assert not (tmp_path / "new").exists()
+
+
+def test_a_turn_costs_what_the_mix_takes_longer():
+    """A disk that reads and writes 100 MB/s and seeks for 8 ms between two blocks."""
+    seek = 0.008
+    mix = 2 * BLOCK_BYTES / (2 * BLOCK_BYTES / 1e8 + 2 * seek)
+    speed = DiskSpeed(
+        path="/", direct=True, read_bytes_per_second=1e8, write_bytes_per_second=1e8,
+        mix_bytes_per_second=mix, sync_seconds=0.02, free_bytes=0,
+    )  # fmt: skip
+    assert speed.turnaround_seconds == pytest.approx(seek)
+    faster = speed.model_copy(update={"mix_bytes_per_second": 1.2e8})  # both at once
+    assert faster.turnaround_seconds == 0
 
 
 @pytest.mark.skipif(not Path("/dev/shm").is_dir(), reason="no tmpfs to try")
@@ -68,6 +82,7 @@ def test_a_file_system_that_refuses_o_direct_is_measured_buffered(tmp_path, monk
 
     monkeypatch.setattr(os, "open", fake_open)
     monkeypatch.setattr(os, "pwrite", fake_write)
+    monkeypatch.setattr(disk_module, "library_path", lambda: None)
     speed = measure_disk(tmp_path, file_bytes=SMALL, seconds=0.1)
     assert not speed.direct
     assert speed.write_bytes_per_second > 0
@@ -98,6 +113,7 @@ def test_reads_and_writes_of_the_mix_touch_different_halves(tmp_path, monkeypatc
 
     monkeypatch.setattr(os, "preadv", read)
     monkeypatch.setattr(os, "pwrite", write)
+    monkeypatch.setattr(disk_module, "library_path", lambda: None)
     monkeypatch.setattr(disk_module, "_rate", rate)
     measure_disk(tmp_path, file_bytes=6 * BLOCK_BYTES, seconds=60)
     every = {n * BLOCK_BYTES for n in range(6)}

@@ -60,8 +60,8 @@ def test_explain_shows_what_was_measured(probed):
     assert "files here are RAM" in dict(explain(hardware.model_copy(update={"disks": (disk,)})))["disk"]
 
 
-def test_measuring_loads_no_torch_and_no_numpy_here(probed):
-    assert probed.loaded == []
+def test_measuring_loads_no_torch_here(probed):
+    assert not probed.loaded_torch
 
 
 def test_the_parent_baseline_is_a_process_without_torch():

@@ -53,6 +53,12 @@ def test_spans_arrive_and_are_summed_like_plain_transfers(
     found = [Span(aligned_buffer(len(s.buffer) + 1)[: len(s.buffer)], s.offset) for s in spans]
     assert disk.read_summed(handle, found, checksum()) == expected
     assert [bytes(span.buffer) for span in found] == [bytes(span.buffer) for span in spans]
+    for span in spans:  # without sums
+        disk.write(handle, span.buffer, span.offset)
+    plain = [Span(aligned_buffer(len(s.buffer) + 1)[: len(s.buffer)], s.offset) for s in spans]
+    for span in plain:
+        disk.read_into(handle, span.buffer, span.offset)
+    assert [bytes(span.buffer) for span in plain] == [bytes(span.buffer) for span in spans]
     # A checksum that is not the library's is computed as given, over the same bytes.
     assert disk.read_summed(handle, found, lambda view: len(view)) == [len(s.buffer) for s in spans]
     disk.close(handle)
@@ -69,6 +75,8 @@ def test_a_truncated_file_is_named_with_what_is_missing(
     handle = disk.open(path, write=False)
     with pytest.raises(DamagedFile, match=rf"state.bin ends at byte {kept:,}, {size - kept:,} bytes too"):
         disk.read_summed(handle, [Span(aligned_buffer(size), 0)], checksum())
+    with pytest.raises(DamagedFile, match=rf"state.bin ends at byte {kept:,}, {size - kept:,} bytes too"):
+        disk.read_into(handle, aligned_buffer(size), 0)
     disk.close(handle)
 
 
