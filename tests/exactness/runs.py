@@ -19,7 +19,7 @@ from packmule.checkpoint.snapshots import snapshot_path, snapshots
 from packmule.checkpoint.store import StateStore
 from packmule.engine.engine import Engine, Needs
 from packmule.engine.program import Program
-from packmule.graph.costs import Costs
+from packmule.graph.costs import Costs, DeviceCosts
 from packmule.graph.model import PlannedModel
 from packmule.graph.step import StepGraph
 from packmule.kernels.contract import Kernels
@@ -34,6 +34,7 @@ from packmule.spec.batch import IGNORED, Batch
 from packmule.spec.growth import Growth, rows_at, rows_before
 from packmule.spec.plan import (
     CheckpointPlan,
+    DevicePlan,
     Io,
     Numerics,
     OptimizerNumerics,
@@ -43,9 +44,11 @@ from packmule.spec.plan import (
 )
 from packmule.spec.timeline import Timeline
 from packmule.spec.turns import Turns
+from packmule.tiers.device import FakeDevice
 from packmule.tiers.disk import Disk, PosixDisk, aligned_buffer
 
-COSTS = Costs(1e11, 4e10, 1e10, 1e9, 1e9, 1e-3, 1e-4, 1e-5)
+_CORES = Costs(1e11, 4e10, 1e10, 1e9, 1e9, 1e-3, 1e-4, 1e-5)
+COSTS = replace(_CORES, device=DeviceCosts(replace(_CORES, matmul_flops=1e12), 2e9, 2e9))
 
 HIFT = Turns(method="hift", layers=1, order="random")
 BADAM = Turns(method="badam", layers=2, steps=2, order="descending")
@@ -90,6 +93,7 @@ def make_plan(
     growth: Growth | None = None,
     vocabulary_parts: int = 1,
     turns: Turns | None = None,
+    device: bool = False,
 ) -> Plan:
     """A plan with small chunks, so that even tiny blocks stream in pieces."""
     types = TYPES[precision]
@@ -107,6 +111,7 @@ def make_plan(
             cpu_features=(), growth=growth, vocabulary_parts=vocabulary_parts, turns=turns,
         ),
         placement=placement or Placement(state="ram", weights="state"),
+        device=DevicePlan(name="fake", memory_bytes=1 << 30) if device else None,
         order=order, recompute=recompute, update=update,
         io=Io(prefetch=prefetch, chunk_bytes=chunk_bytes),
         checkpoint=CheckpointPlan(
@@ -253,18 +258,28 @@ def open_engine(
     disk: Disk | None = None,
     needs: Needs | None = None,
     prepare: Callable[[Engine], None] | None = None,
+    device: FakeDevice | None = None,
 ) -> tuple[Engine, int]:
     """Engine loaded from the last commit, and that commit's step.
 
     Args:
         prepare: called before the load.
+        device: what computes where the plan has a device; one as fast as memory by default.
     """
     disk = disk or PosixDisk()
     store = open_store(folder, shape, plan, kernels, disk)
     head = store.load()
     assert head is not None
     engine = Engine(
-        PlannedModel(shape, plan), kernels, store, disk, folder, COSTS, needs or Needs(), poison=True
+        PlannedModel(shape, plan),
+        kernels,
+        store,
+        disk,
+        folder,
+        COSTS,
+        needs or Needs(),
+        poison=True,
+        device=(device or FakeDevice()) if plan.device else None,
     )
     if prepare:
         prepare(engine)
@@ -450,9 +465,10 @@ class Case:
         disk: Disk | None = None,
         prepare: Callable[[Engine], None] | None = None,
         needs: Needs | None = None,
+        device: FakeDevice | None = None,
     ) -> tuple[Engine, int]:
         """As `open_engine`."""
-        return open_engine(folder, self.shape, self.plan, kernels, disk, needs, prepare)
+        return open_engine(folder, self.shape, self.plan, kernels, disk, needs, prepare, device)
 
     def state(self, folder: Path, kernels: Kernels, disk: Disk | None = None) -> tuple[int, Image]:
         """As `state_bytes`."""

@@ -49,6 +49,19 @@ PLANS = {
         "commit_steps": 2,
         "prefetch": 2,
     },
+    "device": {
+        "placement": Placement(state="disk", weights="state", inputs="disk", device_weights=2),
+        "update": "on-backward",
+        "clip": None,
+        "commit_steps": 2,
+        "device": True,
+    },
+    "device, on-fetch": {
+        "placement": Placement(state="ram", weights="ram", inputs="ram"),
+        "update": "on-fetch",
+        "commit_steps": 2,
+        "device": True,
+    },
     "depth": {
         "placement": Placement(state="disk", weights="ram"),
         "order": "depth",
@@ -104,6 +117,9 @@ def test_measured_extents_are_the_simulated_ones(case: Case, kernels: Kernels) -
     most = max(most, *(p.graph.extent(Tier.RAM) for p in engine.programs.values()))
     assert engine.arena.bytes == -(-most // PAGE) * PAGE
     assert engine.arena.bytes == len(engine.arena.memory)
+    if case.plan.device is not None:
+        largest = max(program.graph.extent(Tier.DEVICE) for program in engine.programs.values())
+        assert len(engine.runtime.memory[Tier.DEVICE]) == -(-largest // PAGE) * PAGE
     engine.close()
 
 

@@ -29,9 +29,11 @@ AXES = {
     "state": ("ram", "disk"),
     "weights": ("state", "ram", "disk"),
     "gradients": ("ram", "disk"),
-    "inputs": ("ram", "disk"),
+    "inputs": ("ram", "disk", "device"),
     "kept_weights": (0, 1, 3),
     "kept_state": (0, 2, 99),
+    "device": (False, True),
+    "device_weights": (0, 1, 99),
     "update": ("after-backward", "on-backward", "on-fetch"),
     "prefetch": (0, 1, 2),
     "micro_rows": ((4,), (3, 1), (1, 1, 1, 1)),
@@ -47,13 +49,14 @@ AXES = {
 }
 """Everything a plan chooses, with precision, split, clip, rule, tie and cut, which also choose bits."""
 
-PLACES = ("state", "weights", "gradients", "inputs", "kept_weights", "kept_state")
+PLACES = ("state", "weights", "gradients", "inputs", "kept_weights", "kept_state", "device_weights")
 
 NUMERICS = ("precision", "micro_rows", "clip", "tied", "rule", "vocabulary_parts", "turns")
 
 
 DRAWN = (
     "precision", "order", "recompute", "commit_steps", "snapshot_steps", "kept_weights", "kept_state",
+    "device_weights",
 )  # fmt: skip
 """Drawn anew for each combination of the others: their product with all of them takes hours."""
 
@@ -84,6 +87,7 @@ def plan_of(row: Row) -> Plan:
             "snapshot_steps",
             "vocabulary_parts",
             "turns",
+            "device",
         )
     }
     return make_plan(placement=placement, steps=STEPS, optimizer={"rule": row["rule"]}, **choices)
@@ -145,7 +149,7 @@ def test_every_choice_gives_the_bits_of_the_plain_loop(kernels: Kernels, seed: i
 
 def test_two_threads_give_the_bits_of_the_plain_loop(tmp_path: Path, seed: int) -> None:
     row: Row = {name: values[-1] for name, values in AXES.items()} | {
-        "gradients": "ram", "update": "on-fetch", "micro_rows": (3, 1), "turns": None
+        "gradients": "ram", "update": "on-fetch", "micro_rows": (3, 1), "turns": None, "order": "breadth"
     }  # fmt: skip
     torch.set_num_threads(2)
     kernels = load(2)

@@ -103,6 +103,20 @@ PLANS = {
         "recompute": (True,) * LAYERS,
         "chunk_bytes": 16384,
     },
+    "device, disk, on-backward": {
+        "placement": Placement(state="disk", weights="state", inputs="disk", device_weights=3),
+        "update": "on-backward",
+        "clip": None,
+        "recompute": (True, False, True, False),
+        "chunk_bytes": 16384,
+        "device": True,
+    },
+    "device, ram, on-fetch": {
+        "placement": Placement(state="ram", weights="ram", inputs="ram", device_weights=1),
+        "update": "on-fetch",
+        "recompute": (True,) * LAYERS,
+        "device": True,
+    },
     "ram, on-fetch": {
         "placement": Placement(state="ram", weights="ram", gradients="disk"),
         "update": "on-fetch",

@@ -1,4 +1,4 @@
-"""Where a task's tensors are: views of the arena by buffer kind and block."""
+"""Where a task's tensors are: views of its memory by buffer kind and block."""
 
 from __future__ import annotations
 
@@ -14,39 +14,43 @@ from packmule.models.views import TORCH_DTYPES
 from packmule.shapes.layout import ITEMSIZE
 
 
-def tensor(runtime: Runtime, offset: int, count: int, dtype: str) -> Tensor:
-    """`count` elements from an arena offset on, flat."""
-    size = count * ITEMSIZE[dtype]
-    return runtime.bytes[offset : offset + size].view(TORCH_DTYPES[dtype])
+def tensor(runtime: Runtime, place: Range, count: int, dtype: str, skip: int = 0) -> Tensor:
+    """`count` elements of a buffer, flat.
+
+    Args:
+        skip: bytes of the buffer before them.
+    """
+    begin, size = place.offset + skip, count * ITEMSIZE[dtype]
+    return runtime.memory[place.tier][begin : begin + size].view(TORCH_DTYPES[dtype])
 
 
 def weights(runtime: Runtime, task: Task, block: int) -> dict[str, Tensor]:
     """A block's parameters in the compute dtype."""
     found = task.find(BufferKind.WEIGHTS, block)
     if found is not None:
-        return runtime.views(found.offset, runtime.weight_layouts[block])
+        return runtime.views(found, runtime.weight_layouts[block])
     # The master plane comes first in a resident state.
-    return runtime.views(task.get(BufferKind.STATE, block).offset, runtime.plane_layouts[block])
+    return runtime.views(task.get(BufferKind.STATE, block), runtime.plane_layouts[block])
 
 
 def gradients(runtime: Runtime, task: Task, block: int) -> dict[str, Tensor]:
     """A block's gradients; empty where the task has none to write: the block is frozen in this step."""
     found = task.find(BufferKind.GRADIENT, block)
-    return {} if found is None else runtime.views(found.offset, runtime.plane_layouts[block])
+    return {} if found is None else runtime.views(found, runtime.plane_layouts[block])
 
 
 def scratch(
     runtime: Runtime, task: Task, kind: BufferKind, make: Specs, *rest: Hashable
 ) -> dict[str, Tensor]:
     """The tensors of `make(*rest)` in the task's buffer of a kind."""
-    return runtime.views(task.get(kind).offset, runtime.layout(make, *rest))
+    return runtime.views(task.get(kind), runtime.layout(make, *rest))
 
 
 def stream(runtime: Runtime, place: Range) -> Tensor:
     """The residual stream in a buffer: c [tokens, H]."""
     hidden, dtype = runtime.model.decoder.hidden, runtime.model.types.compute
     rows = place.bytes // (hidden * ITEMSIZE[dtype])
-    return tensor(runtime, place.offset, rows * hidden, dtype).view(rows, hidden)
+    return tensor(runtime, place, rows * hidden, dtype).view(rows, hidden)
 
 
 def input_of(runtime: Runtime, task: Task, block: int) -> Tensor:
@@ -78,4 +82,4 @@ def noise(runtime: Runtime, task: Task, grads: Mapping[str, Tensor]) -> Iterator
     yield
     for name in names:
         added = grads[name] - before[name] if before else grads[name]
-        state.noise[task.micro] = state.noise.get(task.micro, 0.0) + runtime.kernels.sum_squares(added)
+        state.noise[task.micro] = state.noise.get(task.micro, 0.0) + runtime.near_kernels.sum_squares(added)

@@ -1,7 +1,8 @@
 """Task bodies: what each kind of task does to the buffers it declared. One function per kind.
 
-Bodies of `cores` tasks run on one thread and may call torch; bodies of `disk` tasks run on the
-I/O thread and must not.
+Bodies of computation run on one thread and may call torch; bodies of transfers (disk, link) run on
+threads of their own and must not. Where a device computes, updates and casts run on the `cores` thread
+beside it: they call kernels, and of torch what looks at memory only.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from packmule.engine.access import stream as _stream
 from packmule.engine.access import tensor as _tensor
 from packmule.engine.access import tokens as _tokens
 from packmule.engine.access import weights as _weights
-from packmule.engine.program import Range, Task
+from packmule.engine.program import Task
 from packmule.engine.runtime import Runtime, StepState
 from packmule.errors import RunFailed
 from packmule.graph.kinds import SECOND, BufferKind, TaskKind, Tier
@@ -120,9 +121,9 @@ def _shared(runtime: Runtime, task: Task, kind: BufferKind) -> dict[str, Tensor]
     hidden, types, tokens = runtime.model.decoder.hidden, runtime.model.types, _tokens(runtime, task)
     place = task.get(kind, runtime.model.opening(task.block))
     if kind == BufferKind.MIXED:
-        return runtime.views(place.offset, runtime.layout(expert_shapes.mixed, hidden, tokens, types))
+        return runtime.views(place, runtime.layout(expert_shapes.mixed, hidden, tokens, types))
     make = expert_shapes.routed if kind == BufferKind.ROUTED else expert_shapes.dispatched
-    return runtime.views(place.offset, runtime.layout(make, _experts(runtime, task), hidden, tokens, types))
+    return runtime.views(place, runtime.layout(make, _experts(runtime, task), hidden, tokens, types))
 
 
 def _balance(runtime: Runtime, task: Task) -> Tensor | None:
@@ -131,7 +132,7 @@ def _balance(runtime: Runtime, task: Task) -> Tensor | None:
     if place is None:
         return None
     spec = expert_shapes.balance_spec(_experts(runtime, task))
-    return _tensor(runtime, place.offset, spec.numel, spec.dtype).view(spec.shape)
+    return _tensor(runtime, place, spec.numel, spec.dtype).view(spec.shape)
 
 
 def route_forward(runtime: Runtime, task: Task) -> None:
@@ -161,7 +162,7 @@ def route_backward(runtime: Runtime, task: Task) -> None:
         _balance(runtime, task),
     )
     statistic = TORCH_DTYPES[types.statistic]
-    even = torch.zeros(experts.count, dtype=statistic)
+    even = torch.zeros(experts.count, dtype=statistic, device=runtime.place)
     if balance is not None:
         rows = sum(batch.tokens for batch in state.batches) * runtime.model.routed_layers
         state.balance = mixture.balance_loss(experts, balance, rows)
@@ -194,7 +195,7 @@ def _experts_saved(runtime: Runtime, task: Task) -> dict[str, Tensor] | None:
     if place is None:
         return None
     arguments = (_experts(runtime, task), _tokens(runtime, task), runtime.model.types)
-    return runtime.views(place.offset, runtime.layout(expert_shapes.experts_saved, *arguments))
+    return runtime.views(place, runtime.layout(expert_shapes.experts_saved, *arguments))
 
 
 def _experts_scratch(runtime: Runtime, task: Task, backward: bool, kept: bool) -> dict[str, Tensor]:
@@ -211,7 +212,7 @@ def experts_forward(runtime: Runtime, task: Task) -> None:
     model, batch = runtime.model, runtime.state.batches[task.micro]
     saved, mixed = _experts_saved(runtime, task), _shared(runtime, task, BufferKind.MIXED)["mixed"]
     mixture.experts_forward(
-        runtime.kernels,
+        runtime.near_kernels,
         _experts(runtime, task),
         model.blocks[task.block].experts,
         _weights(runtime, task, task.block),
@@ -223,13 +224,13 @@ def experts_forward(runtime: Runtime, task: Task) -> None:
     )
     if model.closes(task.block):
         out = _input(runtime, task, model.following(task.block))
-        runtime.kernels.cast(out[: batch.tokens], mixed[: batch.tokens])
+        runtime.near_kernels.cast(out[: batch.tokens], mixed[: batch.tokens])
 
 
 def experts_backward(runtime: Runtime, task: Task) -> None:
     model, saved = runtime.model, _experts_saved(runtime, task)
     mixture.experts_backward(
-        runtime.kernels,
+        runtime.near_kernels,
         _experts(runtime, task),
         model.blocks[task.block].experts,
         _weights(runtime, task, task.block),
@@ -302,7 +303,7 @@ def _cache(runtime: Runtime, task: Task) -> Tensor:
     place = task.get(BufferKind.KV)
     positions = place.bytes // shapes.cache_spec(layer, 1, types).bytes
     spec = shapes.cache_spec(layer, positions, types)
-    return _tensor(runtime, place.offset, spec.numel, spec.dtype).view(spec.shape)
+    return _tensor(runtime, place, spec.numel, spec.dtype).view(spec.shape)
 
 
 def _decode_scratch(runtime: Runtime, task: Task, positions: int) -> dict[str, Tensor]:
@@ -352,7 +353,7 @@ def head_decode(runtime: Runtime, task: Task) -> None:
         _scratch(runtime, task, BufferKind.SCRATCH, shapes.head_decode_scratch, *arguments),
     )
     place = task.get(BufferKind.LOGITS, len(model.blocks) - 1)
-    _tensor(runtime, place.offset, model.decoder.vocab, "float32")[ids.start : ids.stop].copy_(logits)
+    _tensor(runtime, place, model.decoder.vocab, "float32")[ids.start : ids.stop].copy_(logits)
 
 
 # Gradients and updates
@@ -363,7 +364,7 @@ def norm(runtime: Runtime, task: Task) -> None:
     views, entries = _gradients(runtime, task, task.block), runtime.plane_layouts[task.block].entries
     found = _norms(runtime, task, task.block)
     for index, entry in enumerate(entries):
-        found[index] = runtime.kernels.sum_squares(views[entry.name])
+        found[index] = runtime.near_kernels.sum_squares(views[entry.name])
     runtime.state.norms[task.block] = found.tolist()
     small = {p.name for p in runtime.model.blocks[task.block].parameters if p.role == "norm"}
     squares = (value for entry, value in zip(entries, found.tolist(), strict=True) if entry.name in small)
@@ -377,12 +378,12 @@ def clip(runtime: Runtime, task: Task) -> None:
     norms = {block: _norms(runtime, task, block).tolist() for block in blocks}
     total = math.sqrt(StepState(norms=norms).square)
     factor = 1.0 if limit is None else min(1.0, limit / (total + CLIP_EPS))
-    _tensor(runtime, task.get(BufferKind.SCALE, -1).offset, 1, "float64").fill_(factor)
+    _tensor(runtime, task.get(BufferKind.SCALE, -1), 1, "float64").fill_(factor)
 
 
 def _norms(runtime: Runtime, task: Task, block: int) -> Tensor:
     count = len(runtime.plane_layouts[block].entries)
-    return _tensor(runtime, task.get(BufferKind.NORMS, block).offset, count, "float64")
+    return _tensor(runtime, task.get(BufferKind.NORMS, block), count, "float64")
 
 
 def _segments(entries: tuple[Entry, ...], start: int, size: int) -> Iterator[tuple[Entry, int, int]]:
@@ -411,13 +412,13 @@ def update(runtime: Runtime, task: Task) -> None:
         raise RuntimeError("an update without a step")
     scale = task.find(BufferKind.SCALE, -1)
     if scale is not None:
-        shared = replace(shared, factor=float(_tensor(runtime, scale.offset, 1, "float64")))
+        shared = replace(shared, factor=float(_tensor(runtime, scale, 1, "float64")))
     item = ITEMSIZE[types.master]
     for entry, skip, length in _segments(runtime.plane_layouts[task.block].entries, start, size):
         inside = entry.offset + skip - start
         count = length // item
         planes = [
-            _tensor(runtime, state.offset + plane * stride + base + inside, count, types.master)
+            _tensor(runtime, state, count, types.master, plane * stride + base + inside)
             for plane in range(1 if factored else len(model.planes))
         ]
         planes += factored.get(entry.name, [])
@@ -430,8 +431,8 @@ def update(runtime: Runtime, task: Task) -> None:
             at = (
                 runtime.weight_layouts[task.block][entry.name].offset + skip // item * ITEMSIZE[types.compute]
             )
-            weight = _tensor(runtime, target.offset + at, count, types.compute)
-        values = _tensor(runtime, gradient.offset + gradient_base + inside, count, types.gradient)
+            weight = _tensor(runtime, target, count, types.compute, at)
+        values = _tensor(runtime, gradient, count, types.gradient, gradient_base + inside)
         runtime.rule.apply(runtime.kernels, shared, role, planes, values, weight)
 
 
@@ -440,8 +441,7 @@ def _factors(runtime: Runtime, task: Task) -> dict[str, list[Tensor]]:
     layout = runtime.factor_layouts[task.block]
     if layout is None:
         return {}
-    offset = task.get(BufferKind.STATE).offset + runtime.model.plane_bytes[task.block]
-    views = runtime.views(offset, layout)
+    views = runtime.views(task.get(BufferKind.STATE), layout, runtime.model.plane_bytes[task.block])
     masters = runtime.plane_layouts[task.block].entries
     return {e.name: [views[f.name] for f in factors(e.name, e.shape, e.dtype)] for e in masters}
 
@@ -458,8 +458,8 @@ def cast(runtime: Runtime, task: Task) -> None:
     for entry, skip, length in _segments(runtime.plane_layouts[task.block].entries, start, size):
         count = length // item
         at = runtime.weight_layouts[task.block][entry.name].offset + skip // item * ITEMSIZE[types.compute]
-        master = _tensor(runtime, source.offset + base + entry.offset + skip - start, count, types.master)
-        runtime.kernels.cast(_tensor(runtime, target.offset + at, count, types.compute), master)
+        master = _tensor(runtime, source, count, types.master, base + entry.offset + skip - start)
+        runtime.kernels.cast(_tensor(runtime, target, count, types.compute, at), master)
 
 
 # Disk
@@ -546,12 +546,25 @@ def _transfer(kind: BufferKind, write: bool) -> Body:
         if near is None:
             # A gradient kept whole in RAM, of which this is a chunk.
             whole = task.get(BufferKind.GRADIENT)
-            near = Range(whole.offset + runtime.model.chunks(task.block)[task.part][0], far.bytes, -1)
+            near = replace(whole, offset=whole.offset + runtime.model.chunks(task.block)[task.part][0])
         view = runtime.arena.view(near.offset, far.bytes)
         if write:
             runtime.disk.write(runtime.work, view, far.offset)
         else:
             runtime.disk.read_into(runtime.work, view, far.offset)
+
+    return body
+
+
+def _over_link(kind: BufferKind, send: bool) -> Body:
+    def body(runtime: Runtime, task: Task) -> None:
+        far = task.get(kind, tier=Tier.DEVICE)
+        near = task.find(kind, tier=Tier.RAM) or task.get(BufferKind.STATE)  # whose masters come first
+        view = runtime.arena.view(near.offset, far.bytes)
+        if send:
+            runtime.device.send(view, far.offset)
+        else:
+            runtime.device.receive(view, far.offset)
 
     return body
 
@@ -592,4 +605,11 @@ BODIES: dict[TaskKind, Body] = {
     TaskKind.PART_GRADIENT: vocabulary.part_gradient,
     TaskKind.HEAD_CLOSE: vocabulary.head_close,
     TaskKind.HEAD_TALLY: vocabulary.head_tally,
+    TaskKind.SEND_WEIGHTS: _over_link(BufferKind.WEIGHTS, send=True),
+    TaskKind.SEND_GRADIENT: _over_link(BufferKind.GRADIENT, send=True),
+    TaskKind.SEND_INPUT: _over_link(BufferKind.INPUT, send=True),
+    TaskKind.SEND_ROUTED: _over_link(BufferKind.ROUTED, send=True),
+    TaskKind.RECEIVE_GRADIENT: _over_link(BufferKind.GRADIENT, send=False),
+    TaskKind.RECEIVE_INPUT: _over_link(BufferKind.INPUT, send=False),
+    TaskKind.RECEIVE_ROUTED: _over_link(BufferKind.ROUTED, send=False),
 }

@@ -15,7 +15,7 @@ from packmule.checkpoint.reader import StateReader
 from packmule.checkpoint.store import StateStore
 from packmule.engine.bodies import BODIES, check_finite
 from packmule.engine.module_bodies import MODULE_BODIES
-from packmule.engine.program import Program
+from packmule.engine.program import POISON, Program
 from packmule.engine.runtime import Outcome, Runtime, StepState
 from packmule.errors import DiskError
 from packmule.graph.costs import Costs
@@ -39,6 +39,7 @@ from packmule.spec.batch import Batch
 from packmule.spec.tally import Tally
 from packmule.spec.timeline import Timeline
 from packmule.tiers.arena import Arena
+from packmule.tiers.device import Device
 from packmule.tiers.disk import Disk, aligned_buffer
 
 if TYPE_CHECKING:
@@ -118,6 +119,7 @@ class Engine:
         costs: rates; only predictions depend on them.
         needs: which graphs are wanted.
         modules: the user's own, where the model is made of them.
+        device: what computes, where the plan has one.
         poison: test mode: what is not written yet, or released, is NaN; addresses are checked.
     """
 
@@ -132,7 +134,10 @@ class Engine:
         needs: Needs = Needs(),
         poison: bool = False,
         modules: ModuleBodies | None = None,
+        device: Device | None = None,
     ) -> None:
+        if (model.plan.device is None) != (device is None):
+            raise ValueError("an engine has a device where its plan has one, and only there")
         self.model = model
         self.needs = needs
         make = run_graphs if needs.training else inference_graphs
@@ -140,11 +145,21 @@ class Engine:
         bodies = BODIES if modules is None else {**BODIES, **MODULE_BODIES}
         extents = extents_of(makers.values())
         self.arena = Arena(extents[Tier.RAM])
-        if poison:
-            self.arena.memory[:] = b"\xff" * self.arena.bytes
         self.runtime = Runtime(
-            model, kernels, store, disk, folder, self.arena, extents[Tier.DISK], needs.sample_tokens, modules
+            model,
+            kernels,
+            store,
+            disk,
+            folder,
+            self.arena,
+            extents[Tier.DISK],
+            needs.sample_tokens,
+            modules,
+            device,
+            extents[Tier.DEVICE],
         )
+        for memory in self.runtime.memory.values() if poison else ():
+            memory.fill_(POISON)
         self.programs = {name: Program(self.runtime, made, bodies, poison) for name, made in makers.items()}
         self._group = ""
         self._pending: _Pending | None = None
@@ -296,7 +311,7 @@ class Engine:
         tokens = max(self.model.plan.numerics.micro_tokens)
         for group in batches:
             state = self._state(group, (tokens,) * len(group))
-            state.token_bytes = token_bytes
+            state.token_bytes = None if token_bytes is None else token_bytes.to(self.runtime.place)
             self._run(f"evaluate {len(group)}", stopping=stopping)
             for micro in sorted(state.tallies):  # micro-batches in order, however grouped
                 total += state.tallies[micro]
@@ -351,8 +366,9 @@ class Engine:
         import torch
 
         buffer = int(np.flatnonzero(graph.buffer_kind == BufferKind.LOGITS)[0])
+        memory = self.runtime.memory[Tier(int(graph.buffer_tier[buffer]))]
         low = int(graph.buffer_offset[buffer])
-        return self.runtime.bytes[low : low + int(graph.buffer_bytes[buffer])].view(torch.float32)
+        return memory[low : low + int(graph.buffer_bytes[buffer])].view(torch.float32).cpu()
 
     def predicted(self, name: str) -> Timeline:
         """The simulated timeline of one of the run's graphs."""

@@ -39,7 +39,7 @@ def _place(runtime: Runtime, task: Task, kind: BufferKind, block: int, output_of
     assert isinstance(shape, ModuleShape)
     sizes = (_batch(runtime, task).rows, *shape.parts[output_of].row_shape)
     place = task.get(kind, block)
-    return tensor(runtime, place.offset, math.prod(sizes), runtime.model.types.compute).view(sizes)
+    return tensor(runtime, place, math.prod(sizes), runtime.model.types.compute).view(sizes)
 
 
 def _input(runtime: Runtime, task: Task, block: int) -> Tensor | None:

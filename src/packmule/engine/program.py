@@ -20,6 +20,11 @@ class Range:
     offset: int
     bytes: int
     micro: int
+    tier: Tier = Tier.RAM
+
+
+POISON = 0xFF
+"""Every byte of what is not written yet, or released, in test mode: NaN in any float type."""
 
 
 class Task:
@@ -48,16 +53,23 @@ class Task:
                 int(graph.buffer_offset[buffer]),
                 int(graph.buffer_bytes[buffer]),
                 int(graph.buffer_micro[buffer]),
+                Tier(int(graph.buffer_tier[buffer])),
             )
             if graph.buffer_kind[buffer] in (BufferKind.SLOT, BufferKind.COPY):
                 self.parts.append(int(graph.buffer_part[buffer]))
         self.parts.sort()
 
-    def find(self, kind: BufferKind, block: int | None = None, tier: Tier = Tier.RAM) -> Range | None:
-        """The task's buffer of a kind; `block` is the task's own unless given."""
-        return self._buffers.get((tier, kind, self.block if block is None else block))
+    def find(self, kind: BufferKind, block: int | None = None, tier: Tier | None = None) -> Range | None:
+        """The task's buffer of a kind; `block` is the task's own unless given, `tier` where it computes:
+        on the device or in RAM."""
+        owner = self.block if block is None else block
+        for place in (Tier.DEVICE, Tier.RAM) if tier is None else (tier,):
+            found = self._buffers.get((place, kind, owner))
+            if found is not None:
+                return found
+        return None
 
-    def get(self, kind: BufferKind, block: int | None = None, tier: Tier = Tier.RAM) -> Range:
+    def get(self, kind: BufferKind, block: int | None = None, tier: Tier | None = None) -> Range:
         """Like `find`; it must be there."""
         found = self.find(kind, block, tier)
         if found is None:
@@ -71,7 +83,7 @@ class Program:
     Args:
         make: makes the graph, which is made anew after `forget`.
         bodies: kind -> function of (runtime, task).
-        poison: fill released arena buffers with 0xFF (NaN), and check addresses; for tests.
+        poison: fill released buffers in memory with POISON, and check addresses; for tests.
     """
 
     def __init__(
@@ -109,7 +121,7 @@ class Program:
             self.graph,
             self._body,
             ledger=ledger,
-            main="cores",
+            main="device" if "device" in self.graph.resources else "cores",
             stop_after=stop_after,
             stopping=stopping,
         )
@@ -126,9 +138,17 @@ class Program:
         task = self._tasks.get(index)
         if task is None:
             task = self._tasks[index] = Task(self.graph, index)
-        self._bodies[task.kind](self.runtime, task)
+        if self._home(index) == "device":
+            with self.runtime.device.computing():
+                self._bodies[task.kind](self.runtime, task)
+        else:
+            self._bodies[task.kind](self.runtime, task)
+
+    def _home(self, index: int) -> str:
+        return self.graph.resources[int(self.graph.uses.row(index)[0])]
 
     def _released(self, buffer: int) -> None:
-        if self.graph.buffer_tier[buffer] == Tier.RAM:
-            offset, size = int(self.graph.buffer_offset[buffer]), int(self.graph.buffer_bytes[buffer])
-            self.runtime.arena.view(offset, size)[:] = b"\xff" * size
+        offset, size = int(self.graph.buffer_offset[buffer]), int(self.graph.buffer_bytes[buffer])
+        memory = self.runtime.memory.get(Tier(int(self.graph.buffer_tier[buffer])))
+        if memory is not None:
+            memory[offset : offset + size] = POISON

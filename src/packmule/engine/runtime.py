@@ -17,6 +17,7 @@ from packmule.checkpoint.reader import StateReader
 from packmule.checkpoint.snapshots import SnapshotWriter, rotate, snapshot_path
 from packmule.checkpoint.store import StateStore
 from packmule.errors import DiskError
+from packmule.graph.kinds import Tier
 from packmule.graph.model import PlannedModel
 from packmule.kernels.contract import Kernels
 from packmule.models.context import Decoder, TokenBatch
@@ -28,9 +29,11 @@ from packmule.shapes.layout import Layout, TensorSpec, layout
 from packmule.shapes.state import FACTORS, plane_layout
 from packmule.spec.tally import Tally
 from packmule.tiers.arena import Arena
+from packmule.tiers.device import Device
 from packmule.tiers.disk import Disk, Handle
 
 if TYPE_CHECKING:
+    from packmule.engine.program import Range
     from packmule.models.modules.bodies import ModuleBodies
 
 WORK_NAME = "work.bin"
@@ -129,6 +132,12 @@ class Runtime:
         work_bytes: size of work.bin; 0: none is needed.
         positions: of a generated text, which may be longer than a row.
         modules: the user's own, where the model is made of them.
+        device: what computes, where the plan has one.
+        device_bytes: of its memory, at least as large as the largest graph's extent there.
+
+    Attributes:
+        memory: uint8, by tier, what buffers lie in: the arena, and a device's.
+        kernels, near_kernels: those of the cores, and of what computes the model.
     """
 
     def __init__(
@@ -142,6 +151,8 @@ class Runtime:
         work_bytes: int,
         positions: int = 0,
         modules: ModuleBodies | None = None,
+        device: Device | None = None,
+        device_bytes: int = 0,
     ) -> None:
         numerics = model.plan.numerics
         self.model = model
@@ -149,12 +160,18 @@ class Runtime:
         self.store = store
         self.disk = disk
         self.arena = arena
-        self.bytes = torch.frombuffer(arena.memory, dtype=torch.uint8)
+        self.memory = {Tier.RAM: torch.frombuffer(arena.memory, dtype=torch.uint8)}
+        self._device = device
+        self.near_kernels = kernels
+        if device is not None:
+            self.memory[Tier.DEVICE] = device.allocate(device_bytes)
+            device.pin(arena.memory)
+            self.near_kernels = device.kernels(kernels)
         self._decoder: Decoder | None = None
         self._modules = modules
         if modules is None:
             longest = max(numerics.max_seq_length, positions)
-            self._decoder = Decoder.create(kernels, model.decoder, model.types, longest)
+            self._decoder = Decoder.create(self.near_kernels, model.decoder, model.types, longest, self.place)
         self.rule = rule_of(numerics.optimizer)
         self.state = StepState()
         self.weight_layouts = [block.layout(model.types.compute) for block in model.blocks]
@@ -164,7 +181,7 @@ class Runtime:
             for masters in self.plane_layouts
         ]
         self._layouts: dict[tuple[Hashable, ...], Layout] = {}
-        self._views: dict[tuple[int, int], dict[str, Tensor]] = {}
+        self._views: dict[tuple[int, int, int], dict[str, Tensor]] = {}
         self._work: Handle | None = None
         self._snapshot: SnapshotWriter | None = None
         self.snapshots: list[tuple[int, Path]] = []
@@ -174,6 +191,18 @@ class Runtime:
                 disk.remove(path)
             disk.create(path, work_bytes)
             self._work = disk.open(path, write=True)
+
+    @property
+    def device(self) -> Device:
+        """What computes beside the cores."""
+        if self._device is None:
+            raise RuntimeError("this plan has no device")
+        return self._device
+
+    @property
+    def place(self) -> str:
+        """Where the model is computed, as torch calls it."""
+        return "cpu" if self._device is None else self._device.torch_name
 
     @property
     def decoder(self) -> Decoder:
@@ -191,7 +220,9 @@ class Runtime:
 
     def prepare(self, batch: Any) -> Any:
         """A micro-batch as bodies want it: a TokenBatch, or a SampleBatch in the compute dtype."""
-        return TokenBatch.from_batch(batch) if self._modules is None else self._modules.batch(batch)
+        if self._modules is not None:
+            return self._modules.batch(batch)
+        return TokenBatch.from_batch(batch, self.place)
 
     @property
     def writable(self) -> StateStore:
@@ -245,11 +276,13 @@ class Runtime:
             self._layouts[key] = layout(make(*arguments))
         return self._layouts[key]
 
-    def views(self, offset: int, layout: Layout) -> dict[str, Tensor]:
-        """The tensors of a layout at an arena offset; made once, since graphs repeat."""
-        key = (offset, id(layout))
+    def views(self, place: Range, layout: Layout, skip: int = 0) -> dict[str, Tensor]:
+        """The tensors of a layout in a buffer, `skip` bytes after its start; made once, since graphs
+        repeat."""
+        begin = place.offset + skip
+        key = (place.tier, begin, id(layout))
         if key not in self._views:
-            self._views[key] = views(self.bytes[offset : offset + layout.bytes], layout)
+            self._views[key] = views(self.memory[place.tier][begin : begin + layout.bytes], layout)
         return self._views[key]
 
     def forget_views(self) -> None:
@@ -266,3 +299,5 @@ class Runtime:
                 self._snapshot.abandon()  # cut off: the resumed run makes it from the commit
             self._snapshot = None
         self.store.close()
+        if self._device is not None:
+            self._device.close()

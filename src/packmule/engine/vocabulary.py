@@ -108,13 +108,13 @@ def _chunk(runtime: Runtime, task: Task) -> int:
 
 def _scores(runtime: Runtime, task: Task) -> dict[str, Tensor]:
     layout = runtime.layout(shapes_of.scores, access.tokens(runtime, task), runtime.model.types)
-    return runtime.views(task.get(BufferKind.SCORES, -1).offset, layout)
+    return runtime.views(task.get(BufferKind.SCORES, -1), layout)
 
 
 def _gathered(runtime: Runtime, task: Task) -> Tensor:
     hidden, types, tokens = runtime.model.decoder.hidden, runtime.model.types, access.tokens(runtime, task)
     layout = runtime.layout(shapes_of.gathered, hidden, tokens, types)
-    return runtime.views(task.get(BufferKind.GATHERED, -1).offset, layout)["dnormed"]
+    return runtime.views(task.get(BufferKind.GATHERED, -1), layout)["dnormed"]
 
 
 def _part_scratch(runtime: Runtime, task: Task, gradient: bool) -> dict[str, Tensor]:

@@ -113,7 +113,12 @@ class GraphBuilder:
             self._first[buffer] = task
         self._last[buffer] = task
 
-    def build(self, start: Mapping[int, int] | None = None, overlapped: Collection[int] = ()) -> StepGraph:
+    def build(
+        self,
+        start: Mapping[int, int] | None = None,
+        overlapped: Collection[int] = (),
+        alternating: Collection[int] = (),
+    ) -> StepGraph:
         """Assign offsets, add the edges of reuse.
 
         Args:
@@ -121,6 +126,8 @@ class GraphBuilder:
             overlapped: kinds of tasks that do not wait for their memory until another resource has ended
                 what stands before them: a buffer whose last task is another resource's keeps its bytes
                 beside the next such task.
+            alternating: kinds of tasks that go on while what the next of their kind needs is made: a buffer
+                whose last task is of such a kind keeps its bytes until then.
         """
         columns = np.array([task[:5] for task in self._tasks], np.int64).reshape(-1, 5).T
         buffers = np.array([tuple(map(int, b)) for b in self._buffers], np.int64).reshape(-1, 9).T
@@ -128,12 +135,13 @@ class GraphBuilder:
         first, last = np.array(self._first, np.int64), np.array(self._last, np.int64)
         offset = offset.copy()
         deps = [set(row) for row in self._deps]
-        until = self._until(last, columns[0], overlapped)
+        held = self._held(last, columns[0], alternating)
+        until = np.maximum(self._until(last, columns[0], overlapped), held)
         for index in range(len(self._tiers)):
             members = np.flatnonzero((tier == index) & (persistent == 0) & (first >= 0))
             rounded = -(-size[members] // self._align) * self._align
             base = (start or {}).get(index, 0)
-            offset[members] = base + assign_offsets(first[members], last[members], rounded, until[members])
+            offset[members] = base + assign_offsets(first[members], held[members], rounded, until[members])
             for earlier, later in reuse_pairs(first[members], last[members], offset[members], rounded):
                 before, after = int(members[earlier]), int(members[later])
                 target = int(first[after])
@@ -168,6 +176,17 @@ class GraphBuilder:
             buffer_part=buffers[8],
         )
         return graph
+
+    def _held(self, last: np.ndarray, kinds: np.ndarray, alternating: Collection[int]) -> np.ndarray:
+        """Per buffer, the task until which nothing else gets its bytes."""
+        held = last.copy()
+        for kind in alternating:
+            tasks = np.flatnonzero(kinds == kind)
+            mine = np.flatnonzero((last >= 0) & (kinds[last] == kind))
+            at = np.searchsorted(tasks, last[mine], side="right")
+            found = at < len(tasks)
+            held[mine[found]] = tasks[at[found]]
+        return held
 
     def _until(self, last: np.ndarray, kinds: np.ndarray, overlapped: Collection[int]) -> np.ndarray:
         """Per buffer, the task beside which it still keeps its bytes."""

@@ -12,8 +12,34 @@ is bound by memory."""
 
 
 @dataclass(frozen=True)
+class DeviceCosts:
+    """Rates of a device that computes.
+
+    Attributes:
+        compute: its own, where a machine's are asked for; it has no disk.
+        send_bytes, receive_bytes: per second, of the link's two directions.
+    """
+
+    compute: Costs
+    send_bytes: float
+    receive_bytes: float
+
+    def send(self, size: int) -> float:
+        """Seconds to bring bytes from RAM to the device."""
+        return size / self.send_bytes + self.compute.task_seconds
+
+    def receive(self, size: int) -> float:
+        """Seconds to bring bytes from the device to RAM."""
+        return size / self.receive_bytes + self.compute.task_seconds
+
+
+@dataclass(frozen=True)
 class Costs:
-    """Rates per second with all threads, and the overhead of one task in seconds."""
+    """Rates per second with all threads, and the overhead of one task in seconds.
+
+    Attributes:
+        device: what computes instead of the cores where a plan says so; None: there is none.
+    """
 
     matmul_flops: float
     attention_flops: float
@@ -23,6 +49,7 @@ class Costs:
     turnaround_seconds: float
     sync_seconds: float
     task_seconds: float
+    device: DeviceCosts | None = None
 
     @classmethod
     def of(cls, hardware: Hardware, product: str, disk: DiskSpeed) -> Costs:

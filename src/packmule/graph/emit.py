@@ -15,6 +15,7 @@ from packmule.graph.costs import Costs
 from packmule.graph.kinds import COMPUTE, SECOND, BufferKind, TaskKind, Tier
 from packmule.graph.model import PlannedModel
 from packmule.graph.step import StepGraph
+from packmule.graph.traffic import RECEIVES, SENDS
 from packmule.shapes import bodies
 from packmule.shapes.layout import PAGE, TensorSpec, layout
 
@@ -23,10 +24,17 @@ Op = Callable[[], None]
 
 @dataclass(frozen=True)
 class Piece:
-    """One step of a stream: what reads from disk, and what follows on the cores and to disk."""
+    """One step of a stream.
+
+    Attributes:
+        read: what reads from disk.
+        rest: what follows on the cores, to disk and over the link.
+        send: of a fetch: what then goes to a device; it stands one visit before its use, not among the rest.
+    """
 
     read: Op | None
     rest: Op | None
+    send: Op | None = None
 
 
 Stream = list[Piece]
@@ -34,6 +42,7 @@ Stream = list[Piece]
 
 def in_order(stream: Stream, ahead: int) -> tuple[list[Op], list[Op]]:
     """(lead, units): the first `ahead` reads; then each piece's rest with a later piece's read."""
+    stream = [piece for piece in stream if piece.send is None or piece.read or piece.rest]
     reads = [piece.read for piece in stream]
     lead = [read for read in reads[:ahead] if read is not None]
 
@@ -63,16 +72,30 @@ class Emitter:
         self.model = model
         self.costs = costs
         self.mean_length = mean_length
-        self.builder = GraphBuilder({"cores": threads, "disk": 1}, [t.name.lower() for t in Tier], PAGE)
+        resources = {"cores": threads, "disk": 1}
         self._cores, self._disk = {"cores": threads}, {"disk": 1}
         self._reading: bool | None = None
+        self._compute, self.computing, self.near = self._cores, costs, Tier.RAM
+        tiers = [tier for tier in Tier if tier != Tier.DEVICE]
+        if model.plan.device is not None:
+            if costs.device is None:
+                raise ValueError("a plan for a device needs its rates")
+            # Both directions of a link are used at once, beside the computation.
+            resources |= {"device": 1, "h2d": 1, "d2h": 1}
+            self._compute, self.computing, self.near = {"device": 1}, costs.device.compute, Tier.DEVICE
+            tiers = list(Tier)
+        self.builder = GraphBuilder(resources, [tier.name.lower() for tier in tiers], PAGE)
         self._resident: dict[tuple[int, int, int, int], int] = {}
         self.start = dict(model.residents.bytes)
 
     def build(self) -> StepGraph:
         """The graph of everything emitted."""
-        overlapped = COMPUTE if self.model.plan.io.prefetch else ()
-        return self.builder.build(self.start, overlapped)
+        plan = self.model.plan
+        overlapped = COMPUTE if plan.io.prefetch else ()
+        alternating = (
+            () if plan.device is None or not plan.io.prefetch else (*SENDS, *RECEIVES, TaskKind.UPDATE)
+        )
+        return self.builder.build(self.start, overlapped, alternating)
 
     # Buffers
 
@@ -92,9 +115,13 @@ class Emitter:
         """A transient buffer in the arena."""
         return self.builder.buffer(kind, Tier.RAM, size, block=block, micro=micro, part=part)
 
+    def work(self, kind: BufferKind, size: int, block: int = -1, micro: int = -1, part: int = -1) -> int:
+        """A transient buffer where the model is computed: on the device, or in the arena."""
+        return self.builder.buffer(kind, self.near, size, block=block, micro=micro, part=part)
+
     def scratch(self, specs: Iterable[TensorSpec], block: int, micro: int = -1) -> int:
         """One task's temporaries."""
-        return self.ram(BufferKind.SCRATCH, layout(specs).bytes, block, micro)
+        return self.work(BufferKind.SCRATCH, layout(specs).bytes, block, micro)
 
     # Disk tasks
 
@@ -137,10 +164,38 @@ class Emitter:
         part: int = -1,
         workspace: int = 0,
     ) -> None:
-        """Work on all threads."""
+        """Work on all threads, beside a device that computes."""
+        self._task(self._cores, kind, seconds, reads, writes, block, micro, part, workspace)
+
+    def compute_task(
+        self,
+        kind: TaskKind,
+        seconds: float,
+        reads: list[int],
+        writes: list[int],
+        block: int,
+        micro: int = -1,
+        part: int = -1,
+        workspace: int = 0,
+    ) -> None:
+        """Work on what the model computes with: on the device, or on all threads."""
+        self._task(self._compute, kind, seconds, reads, writes, block, micro, part, workspace)
+
+    def _task(
+        self,
+        uses: dict[str, int],
+        kind: TaskKind,
+        seconds: float,
+        reads: list[int],
+        writes: list[int],
+        block: int,
+        micro: int,
+        part: int,
+        workspace: int,
+    ) -> None:
         self.builder.task(
             kind,
-            self._cores,
+            uses,
             reads=reads,
             writes=writes,
             seconds=seconds,
@@ -150,10 +205,55 @@ class Emitter:
             part=part,
         )
 
+    # The link to a device
+
+    def link_task(
+        self, kind: TaskKind, size: int, source: int, target: int, block: int, micro: int = -1, part: int = -1
+    ) -> None:
+        """A transfer of `size` bytes from RAM to the device (SEND_*), or back."""
+        rates, sends = self.costs.device, kind.name.startswith("SEND")
+        if rates is None:
+            raise ValueError("a plan without a device has no link")
+        self.builder.task(
+            kind,
+            {"h2d" if sends else "d2h": 1},
+            reads=[source],
+            writes=[target],
+            seconds=rates.send(size) if sends else rates.receive(size),
+            moved=size,
+            block=block,
+            micro=micro,
+            part=part,
+        )
+
     # Weights
 
     def weights(self, block: int) -> tuple[Stream, list[int]]:
-        """How to get a block's compute weights into RAM: (stream, buffers they lie in)."""
+        """How to get a block's compute weights to where it is computed: (stream, buffers they lie in)."""
+        if self.model.on_device(block):
+            return [], [self.resident(BufferKind.WEIGHTS, Tier.DEVICE, block)]
+        return self.sent(block, *self._weights_in_ram(block))
+
+    def sent(self, block: int, stream: Stream, source: list[int]) -> tuple[Stream, list[int]]:
+        """`weights` from a stream that has them in RAM at its end, in `source`: where a device computes,
+        they are sent on to it, whole."""
+        if self.near != Tier.DEVICE:
+            return stream, source
+        if self.model.on_device(block):
+            target = self.resident(BufferKind.WEIGHTS, Tier.DEVICE, block)
+        else:
+            target = self.work(BufferKind.WEIGHTS, self.model.weight_bytes[block], block)
+        return [*stream, Piece(None, None, partial(self._send_weights, block, source[0], target))], [target]
+
+    def renew(self, block: int, source: int) -> Piece:
+        """Weights that stay on the device after an update."""
+        target = self.resident(BufferKind.WEIGHTS, Tier.DEVICE, block)
+        return Piece(None, partial(self._send_weights, block, source, target))
+
+    def _send_weights(self, block: int, source: int, target: int) -> None:
+        self.link_task(TaskKind.SEND_WEIGHTS, self.model.weight_bytes[block], source, target, block)
+
+    def _weights_in_ram(self, block: int) -> tuple[Stream, list[int]]:
         model, place = self.model, self.model.place(block)
         if model.master_is_weights(block):
             return [], [self.resident(BufferKind.STATE, Tier.RAM, block)]
@@ -367,10 +467,10 @@ class Emitter:
         """
         works = self.model.works
         size = works.scratch(kind, block, tokens)
-        scratch = [self.ram(BufferKind.SCRATCH, size, block, micro)] if size else []
-        self.core_task(
+        scratch = [self.work(BufferKind.SCRATCH, size, block, micro)] if size else []
+        self.compute_task(
             kind,
-            works.seconds(kind, block, tokens, self.costs, self.mean_length, recompute, frozen),
+            works.seconds(kind, block, tokens, self.computing, self.mean_length, recompute, frozen),
             reads,
             [*writes, *scratch],
             block,
@@ -382,14 +482,14 @@ class Emitter:
     def saved(self, block: int, tokens: int, micro: int) -> list[int]:
         """The buffer of what a layer's backward needs from its forward; none where that is nothing."""
         size = self.model.works.saved(block, tokens)
-        return [self.ram(BufferKind.SAVED, size, block, micro)] if size else []
+        return [self.work(BufferKind.SAVED, size, block, micro)] if size else []
 
     def experts_seconds(self, block: int, tokens: int, factor: float = 1.0) -> float:
         """Seconds of a group of experts, if each gets as many tokens as any other."""
         layer, count = self.model.decoder.layer(block), len(self.model.blocks[block].experts)
         matmul = bodies.experts_flops(layer, tokens, count)
         moved = bodies.experts_moved(layer, tokens, self.model.types, count)
-        return self.costs.compute(matmul * factor, moved=moved * factor)
+        return self.computing.compute(matmul * factor, moved=moved * factor)
 
 
 def _all(ops: list[Op]) -> Op | None:

@@ -40,7 +40,7 @@ class ExpertTasks:
         if own.balance and plan.order == "depth":
             raise ValueError("a depth-first step cannot balance experts: it learns their load too late")
         if own.balance and self._balance < 0:
-            self._balance = self.emitter.ram(BufferKind.BALANCE, experts.balance_spec(own).bytes)
+            self._balance = self.emitter.work(BufferKind.BALANCE, experts.balance_spec(own).bytes)
         return self._balance if own.balance else -1
 
     def opened(self, block: int, micro: int, tokens: int) -> list[int]:
@@ -48,8 +48,8 @@ class ExpertTasks:
         key, emitter = (block, micro), self.emitter
         specs = experts.mixed(self.model.decoder.hidden, tokens, self.model.types)
         size = self.routed_bytes(block, tokens)
-        self.routed[key] = emitter.ram(BufferKind.ROUTED, size, block, micro)
-        self._mixed[key] = self._ram(BufferKind.MIXED, specs, block, micro)
+        self.routed[key] = emitter.work(BufferKind.ROUTED, size, block, micro)
+        self._mixed[key] = self._work(BufferKind.MIXED, specs, block, micro)
         return [self.routed[key], self._mixed[key]]
 
     def closed(self, block: int, micro: int) -> list[int]:
@@ -81,7 +81,7 @@ class ExpertTasks:
         if keep:
             if key not in self._saved:
                 specs = experts.experts_saved(own, tokens, model.types)
-                self._saved[key] = self._ram(BufferKind.SAVED, specs, key[0] + 1, micro)
+                self._saved[key] = self._work(BufferKind.SAVED, specs, key[0] + 1, micro)
             else:
                 reads.append(self._saved[key])
             writes.append(self._saved[key])
@@ -89,7 +89,7 @@ class ExpertTasks:
             writes.append(out)
             del self._mixed[key]
         specs = bodies.experts_scratch(own, hidden, tokens, model.types, False, keep)
-        self.emitter.core_task(
+        self.emitter.compute_task(
             TaskKind.EXPERTS_FORWARD,
             self.emitter.experts_seconds(block, tokens) + seconds,
             reads,
@@ -121,7 +121,7 @@ class ExpertTasks:
             reads.append(self._dispatched[key])
         else:
             specs = experts.dispatched(own, hidden, tokens, model.types)
-            self._dispatched[key] = self._ram(BufferKind.DISPATCHED, specs, key[0], micro)
+            self._dispatched[key] = self._work(BufferKind.DISPATCHED, specs, key[0], micro)
         writes = [self._dispatched[key], *gradients]
         if not recompute:
             saved = self._saved[key]
@@ -130,7 +130,7 @@ class ExpertTasks:
             if block == key[0] + 1:
                 del self._saved[key]
         scratch = bodies.experts_scratch(own, hidden, tokens, model.types, True, not recompute)
-        self.emitter.core_task(
+        self.emitter.compute_task(
             TaskKind.EXPERTS_BACKWARD,
             self.emitter.experts_seconds(block, tokens, (2.7 if recompute else 2.0) - (not gradients)),
             reads,
@@ -140,8 +140,8 @@ class ExpertTasks:
             workspace=bodies.KERNEL_WORKSPACE,
         )
 
-    def _ram(self, kind: BufferKind, specs: tuple[TensorSpec, ...], block: int, micro: int) -> int:
-        return self.emitter.ram(kind, layout(specs).bytes, block, micro)
+    def _work(self, kind: BufferKind, specs: tuple[TensorSpec, ...], block: int, micro: int) -> int:
+        return self.emitter.work(kind, layout(specs).bytes, block, micro)
 
     def _experts(self, block: int) -> Experts:
         found = self.model.works.experts(block)

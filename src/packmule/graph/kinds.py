@@ -6,12 +6,13 @@ from enum import IntEnum
 
 
 class Tier(IntEnum):
-    """Where a buffer lies. All but RAM are on disk: work.bin, state.bin, a snapshot's state.bin."""
+    """Where a buffer lies: the arena; work.bin, state.bin, a snapshot's state.bin; a device's memory."""
 
     RAM = 0
     DISK = 1
     SLOTS = 2
     SNAPSHOT = 3
+    DEVICE = 4
 
 
 class TaskKind(IntEnum):
@@ -52,6 +53,13 @@ class TaskKind(IntEnum):
     PART_GRADIENT = 32
     HEAD_CLOSE = 33  # what comes after all parts
     HEAD_TALLY = 34
+    SEND_WEIGHTS = 35  # from RAM to the device
+    SEND_GRADIENT = 36
+    SEND_INPUT = 37
+    SEND_ROUTED = 38
+    RECEIVE_GRADIENT = 39  # from the device to RAM
+    RECEIVE_INPUT = 40
+    RECEIVE_ROUTED = 41
 
 
 COMPUTE = frozenset(

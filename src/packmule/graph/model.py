@@ -9,7 +9,7 @@ from packmule.graph.kinds import BufferKind, Tier
 from packmule.graph.work import Works, works_of
 from packmule.shapes.bodies import Dtypes, dtypes
 from packmule.shapes.groups import groups_of
-from packmule.shapes.layout import PAGE, round_up
+from packmule.shapes.layout import ITEMSIZE, PAGE, round_up
 from packmule.shapes.model import Block, ModelShape
 from packmule.shapes.module import Shape
 from packmule.shapes.state import STATES, plane_layout
@@ -154,11 +154,18 @@ class PlannedModel:
         return self.types.compute != self.types.master
 
     def place(self, block: int) -> Placement:
-        """Where a block's buffers live: as the plan says, but for weights kept in spare RAM."""
+        """Where a block's buffers live in RAM and on disk: as the plan says, but for weights kept in spare
+        RAM, or on the device, of which there is no copy elsewhere."""
         place = self.plan.placement
+        if self.on_device(block):
+            return place.model_copy(update={"weights": "state"})
         if place.weights == "ram" or block not in self.outermost[: place.kept_weights]:
             return place
         return place.model_copy(update={"weights": "ram"})
+
+    def on_device(self, block: int) -> bool:
+        """Whether a block's compute weights stay on the device, from update to update."""
+        return block in self.outermost[: self.plan.placement.device_weights]
 
     def holds_state(self, block: int) -> bool:
         """Whether a block's state is in RAM between its uses: all are, or this one is kept in spare RAM.
@@ -175,7 +182,8 @@ class PlannedModel:
         return tuple(sorted(range(last + 1), key=lambda block: min(block, last - block)))
 
     def master_is_weights(self, block: int) -> bool:
-        """Whether a block's resident master plane serves as the compute weights."""
+        """Whether a block's resident master plane serves as the compute weights, or is what a device is
+        sent."""
         return self.holds_state(block) and self.place(block).weights == "state" and not self.casts
 
     @property
@@ -189,6 +197,10 @@ class PlannedModel:
     def works(self) -> Works:
         """What its compute tasks take."""
         return works_of(self.shape, self.types, self.plan.numerics.loss_chunk, self.plane_bytes)
+
+    def norm_bytes(self, block: int) -> int:
+        """Bytes of a block's sums of squares, whole pages."""
+        return round_up(len(self.blocks[block].parameters) * ITEMSIZE["float64"], PAGE)
 
     def input_bytes(self, tokens: int) -> int:
         """Bytes of one block input, whole pages."""
@@ -207,6 +219,11 @@ class PlannedModel:
                 table.add(BufferKind.WEIGHTS, Tier.RAM, index, self.weight_bytes[index])
             if self.place(index).weights == "disk":
                 table.add(BufferKind.WEIGHTS, Tier.DISK, index, self.weight_bytes[index])
+            if self.on_device(index):
+                table.add(BufferKind.WEIGHTS, Tier.DEVICE, index, self.weight_bytes[index])
+            if plan.device is not None:
+                # Else the device would wait for memory that the cores still use.
+                table.add(BufferKind.NORMS, Tier.RAM, index, self.norm_bytes(index))
             if place.gradients == "disk" and (plan.update != "on-backward" or self.halved(index)):
                 for part, (_, size) in enumerate(self.chunks(index)):
                     table.add(BufferKind.GRADIENT_CHUNK, Tier.DISK, index, size, part)

@@ -11,7 +11,7 @@ from packmule.graph.experts import ExpertTasks
 from packmule.graph.kinds import BufferKind, TaskKind, Tier
 from packmule.graph.model import PlannedModel
 from packmule.graph.step import StepGraph
-from packmule.graph.visits import Visit, arrange
+from packmule.graph.visits import Visit, ahead, arrange
 from packmule.graph.vocabulary import VocabularyTasks
 from packmule.shapes import bodies
 from packmule.shapes.layout import ITEMSIZE, PAGE, round_up
@@ -32,7 +32,7 @@ def _loaded(emitter: Emitter, block: int) -> Visit:
     target = None
     if place.weights == "ram":
         target = emitter.resident(BufferKind.WEIGHTS, Tier.RAM, block)
-    elif place.weights == "disk":
+    elif place.weights == "disk" or (model.on_device(block) and not model.master_is_weights(block)):
         target = emitter.ram(BufferKind.WEIGHTS, model.weight_bytes[block], block)
     state = emitter.resident(BufferKind.STATE, Tier.RAM, block) if model.holds_state(block) else None
     chunks = model.chunks(block)
@@ -54,6 +54,11 @@ def _loaded(emitter: Emitter, block: int) -> Visit:
         visit.fetch.append(Piece(read, cast))
     if place.weights == "disk" and target is not None:
         visit.after.append(Piece(None, emitter.store_weights(block, target)))
+    if model.on_device(block):
+        source = state if target is None else target
+        if source is None:
+            raise ValueError(f"block {block} has no weights to send")
+        visit.after = [*visit.after, emitter.renew(block, source)]
     return visit
 
 
@@ -92,7 +97,7 @@ def build_evaluate(
     emitter = Emitter(model, costs, mean_length)
     head = len(model.blocks) - 1
     inputs = {
-        (block.index, micro): emitter.ram(BufferKind.INPUT, model.input_bytes(tokens), block.index, micro)
+        (block.index, micro): emitter.work(BufferKind.INPUT, model.input_bytes(tokens), block.index, micro)
         for block in model.blocks
         if block.kind in ("layer", "head")
         for micro, tokens in enumerate(micro_tokens)
@@ -138,17 +143,18 @@ def build_decode(model: PlannedModel, costs: Costs, new_tokens: int, most_tokens
     """
     emitter = Emitter(model, costs, float(most_tokens))
     head, shape, types = len(model.blocks) - 1, model.decoder, model.types
-    offset = emitter.start[Tier.RAM]
+    tier = emitter.near
+    offset = emitter.start[tier]
     layers = [block.index for block in model.blocks if block.kind == "layer"]
     caches = {}
     for block in layers:
         size = bodies.cache_spec(shape.layer(block), most_tokens, types).bytes
-        caches[block] = emitter.builder.buffer(BufferKind.KV, Tier.RAM, size, at=offset, block=block)
+        caches[block] = emitter.builder.buffer(BufferKind.KV, tier, size, at=offset, block=block)
         offset += round_up(size, PAGE)
-    logits = emitter.builder.buffer(BufferKind.LOGITS, Tier.RAM, 4 * shape.vocab, at=offset, block=head)
-    emitter.start[Tier.RAM] = offset + round_up(4 * shape.vocab, PAGE)
+    logits = emitter.builder.buffer(BufferKind.LOGITS, tier, 4 * shape.vocab, at=offset, block=head)
+    emitter.start[tier] = offset + round_up(4 * shape.vocab, PAGE)
     inputs = {
-        block: emitter.ram(BufferKind.INPUT, model.input_bytes(new_tokens), block, 0)
+        block: emitter.work(BufferKind.INPUT, model.input_bytes(new_tokens), block, 0)
         for block in [*layers, head]
     }
     experts = ExpertTasks(emitter)
@@ -159,7 +165,7 @@ def build_decode(model: PlannedModel, costs: Costs, new_tokens: int, most_tokens
             reads = weights if block == 0 else [*weights, out]
             emitter.compute(TaskKind.EMBED_DECODE, new_tokens, reads, [out], block, micro)
             return
-        moving = model.weight_bytes[block] / costs.memory_bytes
+        moving = model.weight_bytes[block] / emitter.computing.memory_bytes
         if model.blocks[block].kind == "experts":
             out = inputs[model.following(block)]
             experts.forward(block, micro, new_tokens, weights, out, keep=False, seconds=moving)
@@ -172,9 +178,11 @@ def build_decode(model: PlannedModel, costs: Costs, new_tokens: int, most_tokens
         scratch = emitter.scratch(bodies.decode_scratch(layer, new_tokens, most_tokens, types), block, micro)
         routes = layer.experts is not None
         outputs = experts.opened(block, micro, new_tokens) if routes else [inputs[model.following(block)]]
-        emitter.core_task(
+        emitter.compute_task(
             TaskKind.ROUTE_DECODE if routes else TaskKind.LAYER_DECODE,
-            model.works.seconds(TaskKind.LAYER_FORWARD, block, new_tokens, costs, emitter.mean_length)
+            model.works.seconds(
+                TaskKind.LAYER_FORWARD, block, new_tokens, emitter.computing, emitter.mean_length
+            )
             + moving,
             [*reads, caches[block]],
             [*outputs, caches[block], scratch],
@@ -188,9 +196,9 @@ def build_decode(model: PlannedModel, costs: Costs, new_tokens: int, most_tokens
         rows = len(model.blocks[block].tokens) or shape.vocab
         scratch = emitter.scratch(bodies.head_decode_scratch(shape, rows, types), block, micro)
         moved = rows * shape.hidden * ITEMSIZE[types.compute]
-        seconds = costs.compute(bodies.head_flops(shape, 1, rows), moved=moved)
+        seconds = emitter.computing.compute(bodies.head_flops(shape, 1, rows), moved=moved)
         reads = [*weights, inputs[head]]
-        emitter.core_task(TaskKind.HEAD_DECODE, seconds, reads, [logits, scratch], block, micro)
+        emitter.compute_task(TaskKind.HEAD_DECODE, seconds, reads, [logits, scratch], block, micro)
 
     _forward_all(emitter, range(1), run, head_decode)
     return emitter.build()
@@ -226,4 +234,4 @@ def _forward_all(emitter: Emitter, micros: range, run: Run, run_part: Run) -> No
         visit.compute = [partial(run_part, part, micro, [*own, *norm]) for micro in micros]
         visits.append(visit)
         norm_fetch = []
-    arrange(visits, model.plan.io)
+    arrange(visits, model.plan.io, ahead(model.plan))

@@ -1,4 +1,4 @@
-"""Bytes that a graph's execution moves to and from disk."""
+"""Bytes that a graph's execution moves to and from disk, and over the link to a device."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from packmule.graph.step import StepGraph
 
 _READS = [kind for kind in TaskKind if kind.name.startswith("READ")]
 _WRITES = [kind for kind in TaskKind if kind.name.startswith("WRITE")]
+SENDS = tuple(kind for kind in TaskKind if kind.name.startswith("SEND"))
+RECEIVES = tuple(kind for kind in TaskKind if kind.name.startswith("RECEIVE"))
 
 
 def is_io(kind: TaskKind) -> bool:
@@ -36,3 +38,9 @@ def traffic(graph: StepGraph) -> tuple[int, int]:
     """(read, written) bytes of one execution."""
     read = graph.moved[np.isin(graph.kind, _READS)].sum()
     return int(read), int(graph.moved[np.isin(graph.kind, _WRITES)].sum())
+
+
+def link_traffic(graph: StepGraph) -> tuple[int, int]:
+    """(sent, received) bytes of one execution between RAM and a device."""
+    sent = graph.moved[np.isin(graph.kind, SENDS)].sum()
+    return int(sent), int(graph.moved[np.isin(graph.kind, RECEIVES)].sum())

@@ -10,9 +10,12 @@ from packmule.graph.experts import ExpertTasks
 from packmule.graph.kinds import BufferKind, TaskKind, Tier
 from packmule.graph.model import PlannedModel
 from packmule.graph.step import StepGraph
-from packmule.graph.visits import Visit, arrange, emit
+from packmule.graph.visits import Visit, ahead, arrange, emit
 from packmule.graph.vocabulary import VocabularyTasks
-from packmule.shapes.layout import ITEMSIZE, PAGE, round_up
+from packmule.shapes.layout import PAGE
+
+SEND = {BufferKind.INPUT: TaskKind.SEND_INPUT, BufferKind.ROUTED: TaskKind.SEND_ROUTED}
+RECEIVE = {BufferKind.INPUT: TaskKind.RECEIVE_INPUT, BufferKind.ROUTED: TaskKind.RECEIVE_ROUTED}
 
 
 class _Step:
@@ -47,6 +50,7 @@ class _Step:
         self.head_norm: list[int] = []
         self.balanced = False
         self.gradients: dict[tuple[int, bool], int] = {}
+        self.computed: dict[tuple[int, bool], int] = {}
         self.halves: dict[tuple[int, bool], int] = {}
         self.norms: list[int] = []
 
@@ -56,22 +60,31 @@ class _Step:
         key = (block, micro)
         if key not in self.inputs:
             size = self.model.input_bytes(self.tokens[micro])
-            self.inputs[key] = self.emitter.ram(BufferKind.INPUT, size, block, micro)
+            self.inputs[key] = self.emitter.work(BufferKind.INPUT, size, block, micro)
         return self.inputs[key]
 
     def output_gradient(self, micro: int) -> int:
         """The gradient of a block's output; each block's backward overwrites it by its input's."""
         if micro not in self.dy:
             size = self.model.input_bytes(self.tokens[micro])
-            self.dy[micro] = self.emitter.ram(BufferKind.DY, size, micro=micro)
+            self.dy[micro] = self.emitter.work(BufferKind.DY, size, micro=micro)
         return self.dy[micro]
 
     def gradient(self, block: int, again: bool = False) -> int:
-        """A block's gradient.
+        """A block's gradient, where backward adds to it.
 
         Args:
             again: that of the second backward of a step that has two.
         """
+        if self.emitter.near == Tier.RAM:
+            return self.whole_gradient(block, again)
+        if (block, again) not in self.computed:
+            buffer = self.emitter.work(BufferKind.GRADIENT, self.model.plane_bytes[block], block)
+            self.computed[block, again] = buffer
+        return self.computed[block, again]
+
+    def whole_gradient(self, block: int, again: bool = False) -> int:
+        """A block's gradient in RAM, complete; `again` as in `gradient`."""
         if (block, again) not in self.gradients:
             if self.emitter.has_resident(BufferKind.GRADIENT, Tier.RAM, block):
                 buffer = self.emitter.resident(BufferKind.GRADIENT, Tier.RAM, block)
@@ -87,7 +100,7 @@ class _Step:
             return self.gradient(part, again)
         if (part, again) not in self.halves:
             size = self.model.plane_bytes[part]
-            self.halves[part, again] = self.emitter.ram(BufferKind.GRADIENT, size, part)
+            self.halves[part, again] = self.emitter.work(BufferKind.GRADIENT, size, part)
         return self.halves[part, again]
 
     def trained(self, block: int, again: bool) -> list[int]:
@@ -116,13 +129,13 @@ class _Step:
         return visit
 
     def spills(self, block: int) -> list[BufferKind]:
-        """What goes to disk between the forward and the backward of a block: a layer's input; after
-        its last group of experts, where its tokens went. What the last blocks need stays: their
-        backward's fetch would come before the store, which lags a visit."""
-        near = 2 * block > 2 * self.head - self.plan.io.prefetch - 2
+        """What goes elsewhere between the forward and the backward of a block (to disk; from a device
+        also to RAM): a layer's input; after its last group of experts, where its tokens went. What the
+        last blocks need stays: their backward's fetch would come before the store, which lags a visit."""
+        near = 2 * block > 2 * self.head - ahead(self.plan) - 2
         kind = self.model.blocks[block].kind
         unused = block < self.lowest or kind not in ("layer", "experts")
-        if self.plan.placement.inputs == "ram" or near or unused:
+        if self.plan.placement.inputs == self.emitter.near.name.lower() or near or unused:
             return []
         if kind == "layer":
             return [BufferKind.INPUT]
@@ -139,6 +152,13 @@ class _Step:
         buffers, owner = self._spillable(kind, block)
         source = buffers.pop((owner, micro))
         size = self._spilled_bytes(kind, owner, micro)
+        if emitter.near == Tier.DEVICE:
+            received = emitter.ram(kind, size, owner, micro)
+            emitter.link_task(RECEIVE[kind], size, source, received, owner, micro)
+            source = received
+        if self.plan.placement.inputs == "ram":
+            self.spilled[kind, owner, micro] = source
+            return
         stored = emitter.builder.buffer(kind, Tier.DISK, size, block=owner, micro=micro)
         task = TaskKind.WRITE_INPUT if kind == BufferKind.INPUT else TaskKind.WRITE_ROUTED
         emitter.disk_task(task, size, [source], [stored], owner, micro)
@@ -154,11 +174,10 @@ class _Step:
         emitter, model, place = self.emitter, self.model, self.model.place(block)
         if not update:
             return emitter.weights(block)
-        source = None if place.gradients == "disk" else self.gradient(block)
+        source = None if place.gradients == "disk" else self.whole_gradient(block)
         if model.master_is_weights(block):
-            return emitter.update(block, source, self.scale, None), [
-                emitter.resident(BufferKind.STATE, Tier.RAM, block)
-            ]
+            state = emitter.resident(BufferKind.STATE, Tier.RAM, block)
+            return emitter.sent(block, emitter.update(block, source, self.scale, None), [state])
         if place.weights == "ram":
             target = emitter.resident(BufferKind.WEIGHTS, Tier.RAM, block)
         else:
@@ -166,7 +185,7 @@ class _Step:
         stream = emitter.update(block, source, self.scale, target)
         if place.weights == "disk":
             stream.append(Piece(None, emitter.store_weights(block, target)))
-        return stream, [target]
+        return emitter.sent(block, stream, [target])
 
     def _forward(self, block: int, micro: int, weights: list[int]) -> None:
         emitter, model, tokens = self.emitter, self.model, self.tokens[micro]
@@ -231,7 +250,13 @@ class _Step:
             for micro in micros:
                 visit.compute.append(partial(self._part_gradient, part, micro, weights, again))
             if self.model.halved(part):
-                visit.after = self._store_gradient(part, self.head_gradient(part, again))
+                half = self.head_gradient(part, again)
+                if self.emitter.near == Tier.DEVICE:
+                    size = self.model.plane_bytes[part]
+                    received = self.emitter.ram(BufferKind.GRADIENT, size, part)
+                    visit.after = [self._receive(part, half, received)]
+                    half = received
+                visit.after = [*visit.after, *self._store_gradient(part, half)]
             visits.append((visit, -1 if self.model.shape.tied else part))
         close = Visit(compute=[partial(self._close, micro, self.head_norm, again) for micro in micros])
         return [*visits, (close, self.head)]
@@ -289,16 +314,31 @@ class _Step:
         visit.fetch = list(visit.fetch)
         for micro in micros:
             for kind in self.spills(block):
-                visit.fetch.append(Piece(partial(self._unspill, kind, block, micro), None))
+                visit.fetch.append(self._unspilled(kind, block, micro))
             visit.compute.append(partial(self._backward, block, micro, weights, again))
         return visit
 
-    def _unspill(self, kind: BufferKind, block: int, micro: int) -> None:
+    def _unspilled(self, kind: BufferKind, block: int, micro: int) -> Piece:
+        """What brings it back."""
+        emitter = self.emitter
         buffers, owner = self._spillable(kind, block)
         size = self._spilled_bytes(kind, owner, micro)
-        target = buffers[owner, micro] = self.emitter.ram(kind, size, owner, micro)
-        task = TaskKind.READ_INPUT if kind == BufferKind.INPUT else TaskKind.READ_ROUTED
-        self.emitter.disk_task(task, size, [self.spilled[kind, owner, micro]], [target], owner, micro)
+        in_ram: list[int] = []
+
+        def read() -> None:
+            in_ram.append(emitter.ram(kind, size, owner, micro))
+            if emitter.near == Tier.RAM:
+                buffers[owner, micro] = in_ram[0]
+            task = TaskKind.READ_INPUT if kind == BufferKind.INPUT else TaskKind.READ_ROUTED
+            emitter.disk_task(task, size, [self.spilled[kind, owner, micro]], in_ram, owner, micro)
+
+        def send() -> None:
+            target = buffers[owner, micro] = emitter.work(kind, size, owner, micro)
+            source = in_ram[0] if in_ram else self.spilled[kind, owner, micro]
+            emitter.link_task(SEND[kind], size, source, target, owner, micro)
+
+        on_disk, on_device = self.plan.placement.inputs == "disk", emitter.near == Tier.DEVICE
+        return Piece(read if on_disk else None, None, send if on_device else None)
 
     def _backward(self, block: int, micro: int, weights: list[int], again: bool) -> None:
         emitter, model, tokens = self.emitter, self.model, self.tokens[micro]
@@ -324,23 +364,38 @@ class _Step:
     def norm(self, block: int) -> Op:
         """The sums of squares of a block's gradient."""
         emitter, size = self.emitter, self.model.plane_bytes[block]
-        count = len(self.model.blocks[block].parameters)
-        norms = emitter.ram(BufferKind.NORMS, round_up(count * ITEMSIZE["float64"], PAGE), block)
+        if emitter.has_resident(BufferKind.NORMS, Tier.RAM, block):
+            norms = emitter.resident(BufferKind.NORMS, Tier.RAM, block)
+        else:
+            norms = emitter.ram(BufferKind.NORMS, self.model.norm_bytes(block), block)
         self.norms.append(norms)
-        gradient, seconds = self.gradient(block), emitter.costs.compute(moved=size)
-        return lambda: emitter.core_task(TaskKind.NORM, seconds, [gradient], [norms], block)
+        gradient, seconds = self.gradient(block), emitter.computing.compute(moved=size)
+        return lambda: emitter.compute_task(TaskKind.NORM, seconds, [gradient], [norms], block)
 
-    def complete(self, block: int) -> Stream:
-        """A block's gradient has its last contribution: its norm, then update or storage."""
+    def complete(self, visit: Visit, block: int) -> None:
+        """A block's gradient has its last contribution in a visit: its norm, then update or storage."""
         if block not in self.active:
-            return []
-        plan = self.plan
-        gradient, stream = self.gradient(block), [Piece(None, self.norm(block))]
+            return
+        plan, gradient = self.plan, self.whole_gradient(block)
+        stream = self.settle(visit, block)
         if plan.update == "on-backward":
-            return [*stream, *self.update(block, gradient)]
-        if plan.placement.gradients == "disk":
-            return [*stream, *self._store_gradient(block, gradient)]
-        return stream
+            stream = [*stream, *self.update(block, gradient)]
+        elif plan.placement.gradients == "disk":
+            stream = [*stream, *self._store_gradient(block, gradient)]
+        visit.after = [*visit.after, *stream]
+
+    def settle(self, visit: Visit, block: int) -> Stream:
+        """The norm of a complete gradient; and what brings it to RAM."""
+        if self.emitter.near == Tier.RAM:
+            return [Piece(None, self.norm(block))]
+        visit.compute.append(self.norm(block))
+        return [self._receive(block, self.gradient(block), self.whole_gradient(block))]
+
+    def _receive(self, block: int, source: int, target: int) -> Piece:
+        size = self.model.plane_bytes[block]
+        return Piece(
+            None, partial(self.emitter.link_task, TaskKind.RECEIVE_GRADIENT, size, source, target, block)
+        )
 
     def _store_gradient(self, block: int, source: int) -> Stream:
         """A whole gradient to disk, chunk by chunk."""
@@ -354,14 +409,20 @@ class _Step:
 
     def _read_gradient(self, block: int, again: bool) -> Stream:
         """What the head left on disk, to where the embedding adds its own."""
-        target = self.gradient(block, again)
+        near, emitter = self.gradient(block, again), self.emitter
+        size, sent = self.model.plane_bytes[block], emitter.near == Tier.DEVICE
+        target = emitter.ram(BufferKind.GRADIENT, size, block) if sent else near
 
         def read(size: int, stored: int, part: int) -> Op:
             return lambda: self.emitter.disk_task(
                 TaskKind.READ_GRADIENT, size, [stored], [target], block, part=part
             )
 
-        return [Piece(read(*chunk), None) for chunk in self._gradient_chunks(block)]
+        stream = [Piece(read(*chunk), None) for chunk in self._gradient_chunks(block)]
+        if sent:
+            send = partial(emitter.link_task, TaskKind.SEND_GRADIENT, size, target, near, block)
+            stream.append(Piece(None, None, send))
+        return stream
 
     def _gradient_chunks(self, block: int) -> list[tuple[int, int, int]]:
         """(bytes, place on disk, number) of each."""
@@ -372,15 +433,18 @@ class _Step:
 
     def update(self, block: int, gradient: int | None) -> Stream:
         """The rule outside a forward fetch; compute weights that are kept are renewed too."""
-        emitter, place = self.emitter, self.model.place(block)
+        emitter, model, place = self.emitter, self.model, self.model.place(block)
         target = None
         if place.weights == "ram":
             target = emitter.resident(BufferKind.WEIGHTS, Tier.RAM, block)
-        elif place.weights == "disk":
+        elif place.weights == "disk" or (model.on_device(block) and not model.master_is_weights(block)):
             target = emitter.ram(BufferKind.WEIGHTS, self.model.weight_bytes[block], block)
         stream = emitter.update(block, gradient, self.scale, target)
         if place.weights == "disk" and target is not None:
             stream.append(Piece(None, emitter.store_weights(block, target)))
+        if model.on_device(block):
+            source = emitter.resident(BufferKind.STATE, Tier.RAM, block) if target is None else target
+            stream.append(emitter.renew(block, source))
         return stream
 
     def clip(self) -> None:
@@ -415,13 +479,13 @@ class _Step:
             backward += self.layers_backward(micros, False)
             for visit, block in backward:
                 if last and block >= 0:
-                    visit.after = [*visit.after, *self.complete(block)]
+                    self.complete(visit, block)
                 visits.append(visit)
         if self.model.two_passes:
             visits += self.two_passes(every)
         else:
             for visit, block in self.embedding_backward(every, False):
-                visit.after = [*visit.after, *self.complete(block)]
+                self.complete(visit, block)
                 visits.append(visit)
         if commit and resident:
             self.spread(visits)
@@ -452,7 +516,10 @@ class _Step:
                 if block not in self.active:
                     continue
                 if again:
-                    visit.after = [*visit.after, *self.update(block, self.gradient(block, again))]
+                    gradient, stream = self.whole_gradient(block, again), visit.after
+                    if self.emitter.near == Tier.DEVICE:
+                        stream = [*stream, self._receive(block, self.gradient(block, again), gradient)]
+                    visit.after = [*stream, *self.update(block, gradient)]
                 else:
                     # Not in the aftermath, which would come after the clip factor.
                     visit.compute.append(self.norm(block))
@@ -551,13 +618,13 @@ def build_step(
         raise ValueError("a step that trains a group does not wait for the next one to update it")
     step = _Step(model, costs, mean_length, pending, snapshot, group)
     visits = step.visits(commit)
-    arrange(visits, plan.io)
+    arrange(visits, plan.io, ahead(plan))
     if not model.two_passes:
         step.clip()
     if plan.update == "after-backward":
         for block in step.active:
             disk = plan.placement.gradients == "disk"
-            emit(step.update(block, None if disk else step.gradient(block)), plan.io)
+            emit(step.update(block, None if disk else step.whole_gradient(block)), plan.io)
     if commit and not plan.commits_late:
         emit(step.emitter.commit(), plan.io)
     return step.emitter.build()
@@ -568,6 +635,6 @@ def build_drain(model: PlannedModel, costs: Costs, snapshot: bool = False) -> St
     step = _Step(model, costs, 1.0, pending=True, snapshot=snapshot)
     disk = model.plan.placement.gradients == "disk"
     for block in model.blocks:
-        emit(step.update(block.index, None if disk else step.gradient(block.index)), model.plan.io)
+        emit(step.update(block.index, None if disk else step.whole_gradient(block.index)), model.plan.io)
     emit(step.emitter.commit(), model.plan.io)
     return step.emitter.build()

@@ -31,7 +31,7 @@ class VocabularyTasks:
         emitter, reads = self.emitter, list(reads)
         if part == self.model.head_parts[0]:
             size = layout(vocabulary.scores(tokens, self.model.types)).bytes
-            self._scores[micro] = emitter.ram(BufferKind.SCORES, size, micro=micro)
+            self._scores[micro] = emitter.work(BufferKind.SCORES, size, micro=micro)
         else:
             reads.append(self._scores[micro])
         emitter.compute(TaskKind.PART_SCORE, tokens, reads, [self._scores[micro]], part, micro)
@@ -48,7 +48,7 @@ class VocabularyTasks:
         emitter, reads = self.emitter, [*reads, self._scores[micro]]
         if part == self.model.head_parts[-1]:
             size = layout(vocabulary.gathered(self.model.decoder.hidden, tokens, self.model.types)).bytes
-            self._gathered[micro] = emitter.ram(BufferKind.GATHERED, size, micro=micro)
+            self._gathered[micro] = emitter.work(BufferKind.GATHERED, size, micro=micro)
         else:
             reads.append(self._gathered[micro])
         writes = [self._gathered[micro], gradient]

@@ -30,8 +30,6 @@ def _need(name: str, tensor: Tensor, dtypes: tuple[str, ...], shape: tuple[int, 
         raise ValueError(f"{name} has shape {tuple(tensor.shape)}, expected {shape}")
     if not tensor.is_contiguous():
         raise ValueError(f"{name} is not contiguous")
-    if not tensor.is_cpu:
-        raise ValueError(f"{name} is not on the CPU")
     return dtype
 
 

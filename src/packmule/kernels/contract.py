@@ -3,7 +3,8 @@
 Letters: N tokens, H hidden, F feed-forward, V vocabulary, D head dimension, P positions,
 C tokens of a loss chunk, B batch of attention matrices, E experts, k experts of a token.
 Dtypes: `c` compute (float32, bfloat16 or float64); `s` statistic and `g` gradient, both float64 if
-c is float64, else float32. Tensors are contiguous and on the CPU. Arithmetic is done in `s` and
+c is float64, else float32. Tensors are contiguous and on the CPU (of the torch
+family: all on one device). Arithmetic is done in `s` and
 rounded to `c` once. Outputs are the caller's; nothing is returned but scalars. A buffer that is
 only written is never read, whatever it holds.
 

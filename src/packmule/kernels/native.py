@@ -168,8 +168,8 @@ class NativeKernels:
         self, x: Tensor, weight: Tensor, eps: float, out: Tensor, rstd: Tensor, offset: float = 0.0
     ) -> None:
         sizes = checks.rmsnorm(x, weight, out, rstd)
-        inputs = (x.data_ptr(), weight.data_ptr(), offset, eps)
-        self._call("rmsnorm", _code(x), *sizes, *inputs, out.data_ptr(), rstd.data_ptr())
+        inputs = (_pointer(x), _pointer(weight), offset, eps)
+        self._call("rmsnorm", _code(x), *sizes, *inputs, _pointer(out), _pointer(rstd))
 
     def rmsnorm_backward(
         self,
@@ -184,16 +184,16 @@ class NativeKernels:
         offset: float = 0.0,
     ) -> None:
         sizes = checks.rmsnorm_backward(dy, x, weight, rstd, dx, dweight, residual)
-        inputs = (dy.data_ptr(), x.data_ptr(), weight.data_ptr(), offset, rstd.data_ptr())
-        outputs = (dx.data_ptr(), dweight.data_ptr())
+        inputs = (_pointer(dy), _pointer(x), _pointer(weight), offset, _pointer(rstd))
+        outputs = (_pointer(dx), _pointer(dweight))
         self._call("rmsnorm_backward", _code(x), *sizes, *inputs, *outputs, _pointer(residual), first)
 
     def layernorm(
         self, x: Tensor, weight: Tensor, bias: Tensor, eps: float, out: Tensor, mean: Tensor, rstd: Tensor
     ) -> None:
         sizes = checks.layernorm(x, weight, bias, out, mean, rstd)
-        inputs = (x.data_ptr(), weight.data_ptr(), bias.data_ptr(), eps)
-        self._call("layernorm", _code(x), *sizes, *inputs, out.data_ptr(), mean.data_ptr(), rstd.data_ptr())
+        inputs = (_pointer(x), _pointer(weight), _pointer(bias), eps)
+        self._call("layernorm", _code(x), *sizes, *inputs, _pointer(out), _pointer(mean), _pointer(rstd))
 
     def layernorm_backward(
         self,
@@ -208,24 +208,24 @@ class NativeKernels:
         first: bool,
     ) -> None:
         sizes = checks.layernorm_backward(dy, x, weight, mean, rstd, dx, dweight, residual)
-        inputs = (dy.data_ptr(), x.data_ptr(), weight.data_ptr(), mean.data_ptr(), rstd.data_ptr())
-        outputs = (dx.data_ptr(), dweight.data_ptr())
+        inputs = (_pointer(dy), _pointer(x), _pointer(weight), _pointer(mean), _pointer(rstd))
+        outputs = (_pointer(dx), _pointer(dweight))
         self._call("layernorm_backward", _code(x), *sizes, *inputs, *outputs, _pointer(residual), first)
 
     def column_sums(self, x: Tensor, out: Tensor, first: bool) -> None:
         sizes = checks.column_sums(x, out)
-        self._call("column_sums", _code(x), *sizes, x.data_ptr(), out.data_ptr(), first)
+        self._call("column_sums", _code(x), *sizes, _pointer(x), _pointer(out), first)
 
     def rope(
         self, x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, head_dim: int, inverse: bool
     ) -> None:
         sizes = checks.rope(x, cos, sin, positions, head_dim)
-        inputs = (x.data_ptr(), cos.data_ptr(), sin.data_ptr(), positions.data_ptr())
+        inputs = (_pointer(x), _pointer(cos), _pointer(sin), _pointer(positions))
         self._call("rope", _code(x), *sizes, *inputs, inverse, index="positions")
 
     def activate(self, gate: Tensor, up: Tensor | None, out: Tensor, kind: str) -> None:
         sizes = checks.activation(kind, gate, up, out=out)
-        self._call("activate", _code(gate), *sizes, gate.data_ptr(), _pointer(up), out.data_ptr())
+        self._call("activate", _code(gate), *sizes, _pointer(gate), _pointer(up), _pointer(out))
 
     def activate_backward(
         self,
@@ -237,50 +237,50 @@ class NativeKernels:
         kind: str,
     ) -> None:
         sizes = checks.activation(kind, gate, up, da=da, dgate=dgate, dup=dup)
-        inputs = (da.data_ptr(), gate.data_ptr(), _pointer(up))
-        self._call("activate_backward", _code(gate), *sizes, *inputs, dgate.data_ptr(), _pointer(dup))
+        inputs = (_pointer(da), _pointer(gate), _pointer(up))
+        self._call("activate_backward", _code(gate), *sizes, *inputs, _pointer(dgate), _pointer(dup))
 
     def softcap(self, x: Tensor, scale: float, cap: float) -> None:
         count = checks.softcap(x, scale, cap)
-        self._call("softcap", _code(x), count, x.data_ptr(), scale, cap)
+        self._call("softcap", _code(x), count, _pointer(x), scale, cap)
 
     def softcap_backward(self, dy: Tensor, y: Tensor, scale: float, cap: float) -> None:
         count = checks.softcap(dy, scale, cap, y)
-        self._call("softcap_backward", _code(dy), count, dy.data_ptr(), y.data_ptr(), scale, cap)
+        self._call("softcap_backward", _code(dy), count, _pointer(dy), _pointer(y), scale, cap)
 
     def cross_entropy(
         self, logits: Tensor, targets: Tensor, scale: float, loss: Tensor, gradient: bool
     ) -> None:
         chunk, vocab = checks.cross_entropy(logits, targets, loss)
-        inputs = (logits.data_ptr(), targets.data_ptr(), scale, loss.data_ptr())
+        inputs = (_pointer(logits), _pointer(targets), scale, _pointer(loss))
         self._call("cross_entropy", _code(logits), chunk, vocab, *inputs, gradient, index="targets")
 
     def embedding(
         self, table: Tensor, ids: Tensor, out: Tensor, scale: float = 1.0, add: bool = False
     ) -> None:
         sizes = checks.embedding(table, ids, out)
-        pointers = (table.data_ptr(), ids.data_ptr(), out.data_ptr())
+        pointers = (_pointer(table), _pointer(ids), _pointer(out))
         self._call("embedding", _code(table), *sizes, *pointers, scale, add, index="ids")
 
     def embedding_backward(
         self, dy: Tensor, ids: Tensor, grad: Tensor, first: bool, scale: float = 1.0
     ) -> None:
         sizes = checks.embedding_backward(dy, ids, grad)
-        pointers = (dy.data_ptr(), ids.data_ptr(), grad.data_ptr())
+        pointers = (_pointer(dy), _pointer(ids), _pointer(grad))
         self._call("embedding_backward", _code(dy), *sizes, *pointers, first, scale, index="ids")
 
     def accumulate(self, dst: Tensor, src: Tensor, first: bool) -> None:
         count = checks.accumulate(dst, src)
-        self._call("accumulate", _code(src), count, dst.data_ptr(), src.data_ptr(), first)
+        self._call("accumulate", _code(src), count, _pointer(dst), _pointer(src), first)
 
     def cast(self, dst: Tensor, src: Tensor) -> None:
         count = checks.cast(dst, src)
-        self._call("cast", _code(dst), _code(src), count, dst.data_ptr(), src.data_ptr())
+        self._call("cast", _code(dst), _code(src), count, _pointer(dst), _pointer(src))
 
     def sum_squares(self, x: Tensor) -> float:
         count = checks.same(x=x)
         total = ctypes.c_double()
-        self._call("sum_squares", _code(x), count, x.data_ptr(), ctypes.addressof(total))
+        self._call("sum_squares", _code(x), count, _pointer(x), ctypes.addressof(total))
         return total.value
 
     def adamw(
@@ -310,7 +310,7 @@ class NativeKernels:
             eps,
             grad_scale,
         )
-        state = (master.data_ptr(), m.data_ptr(), v.data_ptr(), grad.data_ptr())
+        state = (_pointer(master), _pointer(m), _pointer(v), _pointer(grad))
         types = (_code(grad), _code(grad if weight is None else weight))
         self._call("adamw", *types, count, *state, _pointer(weight), ctypes.addressof(scalars))
 
@@ -332,7 +332,7 @@ class NativeKernels:
         sizes = checks.adalomo(master, rows, columns, grad, weight)
         scalars = (_D * 7)(lr, decay, eps, least, most, weight_decay, grad_scale)
         types = (_code(grad), _code(grad if weight is None else weight))
-        state = (master.data_ptr(), rows.data_ptr(), _pointer(columns), grad.data_ptr())
+        state = (_pointer(master), _pointer(rows), _pointer(columns), _pointer(grad))
         self._call("adalomo", *types, *sizes, *state, _pointer(weight), ctypes.addressof(scalars))
 
     def sgd(
@@ -346,7 +346,7 @@ class NativeKernels:
     ) -> None:
         count = checks.sgd(master, grad, weight)
         types = (_code(grad), _code(grad if weight is None else weight))
-        pointers = (master.data_ptr(), grad.data_ptr(), _pointer(weight))
+        pointers = (_pointer(master), _pointer(grad), _pointer(weight))
         self._call("sgd", *types, count, *pointers, 1 - lr * weight_decay, lr * grad_scale)
 
     def crc32c(self, buffer: Buffer, value: int = 0) -> int:
@@ -364,17 +364,17 @@ class NativeKernels:
     ) -> None:
         sizes = checks.causal_softmax(scores, offset, lse, window)
         seen = (offset, sizes[1] + offset if window is None else window)
-        self._call("causal_softmax", _code(scores), *sizes, scores.data_ptr(), *seen, scale, lse.data_ptr())
+        self._call("causal_softmax", _code(scores), *sizes, _pointer(scores), *seen, scale, _pointer(lse))
 
     def causal_softmax_backward(self, p: Tensor, dp: Tensor, delta: Tensor, scale: float) -> None:
         batch, n, m = checks.causal_softmax_backward(p, dp, delta)
-        pointers = (p.data_ptr(), dp.data_ptr(), delta.data_ptr())
+        pointers = (_pointer(p), _pointer(dp), _pointer(delta))
         self._call("causal_softmax_backward", _code(p), batch * n, m, *pointers, scale)
 
     def route(self, logits: Tensor, renormalize: bool, chosen: Tensor, share: Tensor, mass: Tensor) -> None:
         sizes = checks.route(logits, chosen, share, mass)
-        outputs = (chosen.data_ptr(), share.data_ptr(), mass.data_ptr())
-        self._call("route", _code(logits), *sizes, logits.data_ptr(), renormalize, *outputs)
+        outputs = (_pointer(chosen), _pointer(share), _pointer(mass))
+        self._call("route", _code(logits), *sizes, _pointer(logits), renormalize, *outputs)
 
     def route_backward(
         self,
@@ -386,27 +386,32 @@ class NativeKernels:
         dlogits: Tensor,
     ) -> None:
         sizes = checks.route_backward(logits, chosen, dshare, balance, dlogits)
-        inputs = (logits.data_ptr(), chosen.data_ptr(), dshare.data_ptr(), balance.data_ptr(), renormalize)
-        self._call("route_backward", _code(logits), *sizes, *inputs, dlogits.data_ptr(), index="chosen")
+        inputs = (_pointer(logits), _pointer(chosen), _pointer(dshare), _pointer(balance), renormalize)
+        self._call("route_backward", _code(logits), *sizes, *inputs, _pointer(dlogits), index="chosen")
 
     def dispatch(self, chosen: Tensor, pairs: Tensor, tokens: Tensor, offsets: Tensor) -> None:
         sizes = checks.dispatch(chosen, pairs, tokens, offsets)
-        outputs = (pairs.data_ptr(), tokens.data_ptr(), offsets.data_ptr())
-        self._call("dispatch", *sizes, chosen.data_ptr(), *outputs, index="chosen")
+        outputs = (_pointer(pairs), _pointer(tokens), _pointer(offsets))
+        self._call("dispatch", *sizes, _pointer(chosen), *outputs, index="chosen")
 
     def weigh(self, x: Tensor, share: Tensor, pairs: Tensor) -> None:
         sizes = checks.weigh(x, share, pairs)
-        pointers = (x.data_ptr(), share.data_ptr(), pairs.data_ptr())
+        pointers = (_pointer(x), _pointer(share), _pointer(pairs))
         self._call("weigh", _code(x), *sizes, *pointers, index="pairs")
 
     def weigh_backward(self, dy: Tensor, x: Tensor, share: Tensor, pairs: Tensor, dshare: Tensor) -> None:
         sizes = checks.weigh_backward(dy, x, share, pairs, dshare)
-        pointers = (dy.data_ptr(), x.data_ptr(), share.data_ptr(), pairs.data_ptr(), dshare.data_ptr())
+        pointers = (_pointer(dy), _pointer(x), _pointer(share), _pointer(pairs), _pointer(dshare))
         self._call("weigh_backward", _code(x), *sizes, *pointers, index="pairs")
 
 
 def _pointer(tensor: Tensor | None) -> int | None:
-    return None if tensor is None else tensor.data_ptr()
+    """Where a tensor lies; kernels follow it without asking."""
+    if tensor is None:
+        return None
+    if not tensor.is_cpu:
+        raise ValueError(f"a tensor is on {tensor.device}, expected all on the CPU")
+    return tensor.data_ptr()
 
 
 def _code(tensor: Tensor) -> int:

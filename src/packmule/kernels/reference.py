@@ -305,9 +305,9 @@ class TorchKernels:
         self, scores: Tensor, offset: int, scale: float, lse: Tensor, window: int | None = None
     ) -> None:
         _, n, m = checks.causal_softmax(scores, offset, lse, window)
-        hidden = torch.ones(n, m, dtype=torch.bool).triu_(offset + 1)
+        hidden = torch.ones(n, m, dtype=torch.bool, device=scores.device).triu_(offset + 1)
         if window is not None:
-            hidden |= torch.ones(n, m, dtype=torch.bool).tril_(offset - window)
+            hidden |= torch.ones_like(hidden).tril_(offset - window)
         wide = (scores.to(_statistic(scores)) * scale).masked_fill_(hidden, -math.inf)
         lse.copy_(torch.logsumexp(wide, dim=2))
         scores.copy_(torch.softmax(wide, dim=2).masked_fill_(hidden, 0))
@@ -352,7 +352,7 @@ class TorchKernels:
         flat = chosen.view(-1).long()
         pairs.copy_(torch.argsort(flat, stable=True))
         tokens.copy_(pairs // k)
-        offsets.copy_(torch.searchsorted(flat[pairs], torch.arange(experts + 1)))
+        offsets.copy_(torch.searchsorted(flat[pairs], torch.arange(experts + 1, device=flat.device)))
 
     def weigh(self, x: Tensor, share: Tensor, pairs: Tensor) -> None:
         _, _, shares = checks.weigh(x, share, pairs)

@@ -44,12 +44,12 @@ class TokenBatch:
     targets_count: int
 
     @classmethod
-    def from_batch(cls, batch: Batch) -> TokenBatch:
-        """Share the arrays' memory."""
+    def from_batch(cls, batch: Batch, place: str = "cpu") -> TokenBatch:
+        """Share the arrays' memory; elsewhere than on the CPU, a copy of them."""
         return cls(
-            torch.from_numpy(batch.ids),
-            torch.from_numpy(batch.targets),
-            torch.from_numpy(batch.positions),
+            torch.from_numpy(batch.ids).to(place),
+            torch.from_numpy(batch.targets).to(place),
+            torch.from_numpy(batch.positions).to(place),
             batch.lengths,
             runs(batch.lengths),
             int((batch.targets != IGNORED).sum()),
@@ -75,10 +75,15 @@ class Decoder:
     tables: Mapping[Rope, Tables]
 
     @classmethod
-    def create(cls, kernels: Kernels, shape: ModelShape, types: Dtypes, positions: int) -> Decoder:
-        """Make the tables for positions 0..positions-1."""
+    def create(
+        cls, kernels: Kernels, shape: ModelShape, types: Dtypes, positions: int, place: str = "cpu"
+    ) -> Decoder:
+        """Make the tables for positions 0..positions-1, where the model is computed."""
         ropes = dict.fromkeys(layer.rope for layer in shape.layer_shapes)
-        tables = {rope: rope_tables(rope, positions, types.statistic) for rope in ropes if rope}
+        tables = {}
+        for rope in filter(None, ropes):
+            cos, sin, long = rope_tables(rope, positions, types.statistic)
+            tables[rope] = Tables(cos.to(place), sin.to(place), long)
         return cls(kernels, shape, types, tables)
 
     @cached_property
@@ -105,4 +110,4 @@ class Decoder:
         if len(set(shifts)) == 1:
             return Turn(cos, sin, positions + shifts[0])
         shift = torch.tensor(shifts, dtype=torch.int32).repeat_interleave(torch.tensor(lengths))
-        return Turn(cos, sin, positions + shift)
+        return Turn(cos, sin, positions + shift.to(positions.device))

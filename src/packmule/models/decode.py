@@ -84,7 +84,7 @@ def _attend(
     stop = position + n
     if stop > cache.shape[2]:
         raise ValueError(f"position {stop - 1} is past a cache of {cache.shape[2]}")
-    positions = torch.arange(position, stop, dtype=torch.int32)
+    positions = torch.arange(position, stop, dtype=torch.int32, device=x.device)
     turn = decoder.turn(layer, positions, [cache.shape[2]])
     queries_keys_values(decoder, layer, weights, turn, x, scratch, scratch)
     for plane, name in zip(cache, ("k", "v"), strict=True):

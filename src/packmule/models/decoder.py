@@ -189,7 +189,7 @@ def head_loss(
         The sum of the loss over the targets, added in float64, and the number of targets.
     """
     kernels, norm, cap = decoder.kernels, decoder.shape.norm, decoder.shape.variant.logit_cap
-    total = torch.zeros((), dtype=torch.float64)
+    total = torch.zeros((), dtype=torch.float64, device=x.device)
     for start in range(0, batch.tokens, chunk):
         stop = min(start + chunk, batch.tokens)
         rows, count = slice(start, stop), stop - start
@@ -227,7 +227,7 @@ def head_evaluate(
         scratch: head_scratch(train=False).
         token_bytes: int32 [V], bytes of text that each token stands for, where known.
     """
-    total, byte_loss = torch.zeros(2, dtype=torch.float64)
+    total, byte_loss = torch.zeros(2, dtype=torch.float64, device=x.device)
     correct = size = 0
     for start in range(0, batch.tokens, chunk):
         rows = slice(start, min(start + chunk, batch.tokens))

@@ -174,7 +174,7 @@ def head_close(
         As `decoder.head_loss`.
     """
     kernels, norm = decoder.kernels, decoder.shape.norm
-    total = torch.zeros((), dtype=torch.float64)
+    total = torch.zeros((), dtype=torch.float64, device=x.device)
     for start in range(0, batch.tokens, chunk):
         rows = slice(start, min(start + chunk, batch.tokens))
         count = rows.stop - start
@@ -192,7 +192,7 @@ def head_close(
 
 def tally(batch: TokenBatch, scores: Tensors, chunk: int, token_bytes: Tensor | None = None) -> Tally:
     """The sums of `decoder.head_evaluate`; the loss has the bits of `head_close`."""
-    total, byte_loss = torch.zeros(2, dtype=torch.float64)
+    total, byte_loss = torch.zeros(2, dtype=torch.float64, device=batch.ids.device)
     correct = size = 0
     for start in range(0, batch.tokens, chunk):
         rows = slice(start, min(start + chunk, batch.tokens))

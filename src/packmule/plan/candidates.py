@@ -127,6 +127,8 @@ def allowed(plan: Plan) -> bool:
         return False  # one group's gradient, used before the next group's turn
     if plan.numerics.turns and plan.numerics.vocabulary_parts > 1:
         return False  # a group is made of whole blocks
+    if plan.device is None and (plan.placement.inputs == "device" or plan.placement.device_weights):
+        return False
     if plan.order == "depth" and not many:
         return False  # the same as breadth
     if plan.order == "depth" and plan.update == "on-backward":

@@ -104,13 +104,23 @@ class Placement(Record):
         description="compute weights: made from the state at each fetch, or a copy kept in ram or on disk"
     )
     gradients: Literal["ram", "disk"] = "ram"
-    inputs: Literal["ram", "disk"] = "ram"
+    inputs: Literal["ram", "disk", "device"] = "ram"
     kept_weights: int = Field(
         default=0, ge=0, description="blocks whose compute weights stay in ram though others' do not"
     )
     kept_state: int = Field(
         default=0, ge=0, description="blocks whose state stays in ram too: stored like the others', not read"
     )
+    device_weights: int = Field(
+        default=0, ge=0, description="blocks whose compute weights stay on the device, and nowhere else"
+    )
+
+
+class DevicePlan(Record):
+    """What computes instead of the cores."""
+
+    name: str = Field(description='"cuda:0", or "fake": ordinary memory behind a link of a stated rate')
+    memory_bytes: int = Field(ge=0, description="bound on what the run holds in its memory")
 
 
 class Io(Record):
@@ -165,6 +175,7 @@ class Plan(Record):
     budget_bytes: int
     numerics: Numerics
     placement: Placement
+    device: DevicePlan | None = Field(default=None, description="null: the cores compute")
     order: Literal["breadth", "depth"]
     recompute: tuple[bool, ...] = Field(description="per layer: run its forward again in backward")
     update: Update
