@@ -12,6 +12,7 @@ import pytest
 from tests.exactness.runs import (
     BADAM,
     COSTS,
+    HIFT,
     Case,
     finish,
     make_case,
@@ -82,9 +83,10 @@ PLANS = {
         "optimizer": {"rule": "lomo"},
         "chunk_bytes": 16384,
     },
-    "disk, on-fetch, vocabulary in parts": {
-        "placement": Placement(state="disk", weights="state", gradients="disk"),
+    "disk, on-fetch, vocabulary in parts, some kept": {
+        "placement": Placement(state="disk", weights="state", gradients="disk", kept_weights=3, kept_state=2),
         "update": "on-fetch",
+        "snapshot_steps": 2,
         "recompute": (True,) * LAYERS,
         "chunk_bytes": 16384,
         "vocabulary_parts": 3,
@@ -96,6 +98,29 @@ PLANS = {
         "recompute": (True,) * LAYERS,
         "chunk_bytes": 16384,
         "vocabulary_parts": 2,
+    },
+    "ram, vocabulary in parts": {
+        "placement": Placement(state="ram", weights="state", gradients="disk"),
+        "commit_steps": 2,
+        "snapshot_steps": 2,
+        "recompute": (True,) * LAYERS,
+        "vocabulary_parts": 3,
+    },
+    "adalomo, two passes, some kept": {
+        "placement": Placement(state="disk", weights="state", kept_state=2),
+        "update": "on-backward",
+        "snapshot_steps": 2,
+        "recompute": (True,) * LAYERS,
+        "optimizer": {"rule": "adalomo"},
+        "chunk_bytes": 16384,
+    },
+    "hift": {
+        "placement": Placement(state="ram", weights="state"),
+        "update": "on-backward",
+        "clip": None,
+        "turns": HIFT,
+        "snapshot_steps": 2,
+        "recompute": (True,) * LAYERS,
     },
     "badam": {
         "placement": Placement(state="disk", weights="ram", inputs="disk"),

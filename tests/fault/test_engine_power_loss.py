@@ -19,7 +19,7 @@ from packmule.kernels.contract import Kernels
 from packmule.spec.plan import Placement, Plan
 
 STEPS = 4
-STATES = 80
+STATES = 60
 LONG_STATES = 2_000
 """States per plan that are recovered and finished."""
 
@@ -39,6 +39,14 @@ PLANS = {
         "clip": None,
         "commit_steps": 3,
         "snapshot_steps": 2,
+    },
+    "vocabulary in parts, some kept": {
+        "placement": Placement(state="disk", weights="state", gradients="disk", kept_weights=2, kept_state=1),
+        "update": "on-fetch",
+        "snapshot_steps": 2,
+        "snapshots_kept": 1,
+        "commit_steps": 2,
+        "vocabulary_parts": 2,
     },
     "hift, lomo, two passes": {
         "placement": Placement(state="disk", weights="state", inputs="disk"),

@@ -11,6 +11,7 @@ from packmule.shapes.bodies import DTYPES
 from packmule.shapes.layout import ITEMSIZE
 from packmule.shapes.model import ModelShape
 from packmule.shapes.module import ModuleShape, Shape
+from packmule.shapes.state import STATES
 from packmule.spec.plan import Io, Numerics, Placement, Plan, Precision, Update
 
 LOSS_CHUNKS = (512, 128)
@@ -56,7 +57,7 @@ def numerics_choices(situation: Situation) -> list[Numerics]:
         tokens = max(micro_rows) * base.max_seq_length
         chunks = sorted({min(chunk, tokens) for chunk in LOSS_CHUNKS}, reverse=True)
         known = situation.vocabulary_parts
-        for parts in cuts(shape, base.precision) if known is None else [known]:
+        for parts in cuts(shape, base) if known is None else [known]:
             # A part's logits are few: a chunk need not be short as well.
             for chunk in chunks if parts == 1 else chunks[:1]:
                 changes = {"micro_rows": micro_rows, "loss_chunk": chunk, "vocabulary_parts": parts}
@@ -64,13 +65,34 @@ def numerics_choices(situation: Situation) -> list[Numerics]:
     return choices
 
 
-def cuts(shape: ModelShape, precision: Precision) -> list[int]:
+def cuts(shape: ModelShape, numerics: Numerics) -> list[int]:
     """Into how many parts a vocabulary may be cut: one, or as many as make them small."""
+    return sorted({1, 1 if keeps_whole(numerics) else _parts(shape, numerics.precision)})
+
+
+def keeps_whole(numerics: Numerics) -> str | None:
+    """Why a vocabulary may not be cut, if so: the key that says so, and what it does."""
+    if numerics.turns is not None:
+        return f"`optim.block_schedule` = {numerics.turns.method!r} (a group is made of whole blocks)"
+    if STATES[numerics.optimizer.rule].whole:  # its means over a part are not those over the tensor
+        return f"`optim.optim` = {numerics.optimizer.rule!r} (it looks at whole tensors)"
+    return None
+
+
+def why_uncut(shape: Shape, numerics: Numerics) -> str | None:
+    """A sentence on why a large vocabulary is not cut into parts; None where it is, or is not large."""
+    because = keeps_whole(numerics)
+    if because is None or not isinstance(shape, ModelShape) or _parts(shape, numerics.precision) == 1:
+        return None
+    return f"Its vocabulary would need less in parts, which are not offered with {because}."
+
+
+def _parts(shape: ModelShape, precision: Precision) -> int:
     master = DTYPES[precision].master
     table = shape.vocab * shape.hidden * ITEMSIZE[master]
     layer = max(block.layout(master).bytes for block in shape.blocks() if block.layer >= 0)
     least, most = PART_BYTES
-    return sorted({1, -(-table // min(max(layer, least), most))})
+    return -(-table // min(max(layer, least), most))
 
 
 def placements(situation: Situation, update: Update, numerics: Numerics) -> list[Placement]:
@@ -125,8 +147,8 @@ def allowed(plan: Plan) -> bool:
     many = len(plan.numerics.micro_rows) > 1
     if plan.numerics.turns and (plan.update == "on-fetch" or plan.placement.gradients == "disk"):
         return False  # one group's gradient, used before the next group's turn
-    if plan.numerics.turns and plan.numerics.vocabulary_parts > 1:
-        return False  # a group is made of whole blocks
+    if plan.numerics.vocabulary_parts > 1 and keeps_whole(plan.numerics):
+        return False
     if plan.device is None and (plan.placement.inputs == "device" or plan.placement.device_weights):
         return False
     if plan.order == "depth" and not many:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, combinations
 from typing import NamedTuple
@@ -10,11 +10,11 @@ from typing import NamedTuple
 from packmule.errors import DoesNotFit
 from packmule.graph.model import PlannedModel
 from packmule.plan.bounds import Sizes, ram_bound, seconds_bound
-from packmule.plan.candidates import CHUNK_BYTES, MOST_READ_AHEAD, candidates, streams
+from packmule.plan.candidates import CHUNK_BYTES, MOST_READ_AHEAD, candidates, streams, why_uncut
+from packmule.plan.changes import Changes, changes_of
 from packmule.plan.predict import STAGING_BYTES, baseline, batch_bytes, predict, step_only
-from packmule.plan.situation import Situation, Smaller
+from packmule.plan.situation import Situation
 from packmule.shapes.model import ModelShape
-from packmule.shapes.module import ModuleShape
 from packmule.spec.plan import Io, Plan
 from packmule.spec.units import format_bytes, format_seconds
 
@@ -33,9 +33,6 @@ WAYS = 3
 WORTH_SAVING = 0.02
 """Part of the memory a job needs above the baseline that a change must save to be named with a smaller
 `--ram`."""
-
-SHORTEST = 32
-"""Rows are not proposed to be shorter than this."""
 
 NEAR = 1.02
 """A plan this near to its bound is not cut otherwise: no cut could gain more."""
@@ -58,10 +55,6 @@ UNBOUNDED = 1 << 50
 COMMIT_SHARE = 0.03
 """Writing resident state takes this share of a run's time where the planner chooses how often: it is in the
 background, but the disk's life is not for nothing."""
-
-
-Changes = dict[str, Callable[[Situation], Situation]]
-"""Flags, and what they do to a situation."""
 
 
 @dataclass(frozen=True)
@@ -294,7 +287,7 @@ def _refusal(situation: Situation) -> DoesNotFit:
     roomy = _search(replace(situation, budget_bytes=_rounded(needed)), FEW)
     if roomy is not None:
         ways.append(_way(f"--ram {_typed(_rounded(needed))}", roomy))
-    changes = _changes(situation, smaller)
+    changes = changes_of(situation, smaller)
     # Mild changes first, then two of them together.
     for names in [*combinations(changes, 1), *combinations(changes, 2)]:
         if len(ways) == WAYS:
@@ -310,10 +303,12 @@ def _refusal(situation: Situation) -> DoesNotFit:
         kept = f"{smaller.tokens:,} of {shape.vocab:,} tokens"
         ways[-1] += f". The model of `{smaller.flag}` has {kept}; make it with `{smaller.command}`"
     budget = situation.budget_bytes
+    uncut = why_uncut(shape, situation.numerics)
     return DoesNotFit(
         f"The job needs at least {format_bytes(needed)} of RAM, {format_bytes(needed - budget)} more "
         f"than the budget of {format_bytes(budget)} "
-        f"(of which Python and torch take {format_bytes(baseline(situation))}).",
+        f"(of which Python and torch take {format_bytes(baseline(situation))})."
+        + ("" if uncut is None else f" {uncut}"),
         "these would fit: " + "; ".join(ways),
     )
 
@@ -363,46 +358,3 @@ def _way(name: str, found: Found) -> str:
 def _rounded(size: int) -> int:
     """Up to the next 10 MB, so that the figure can be typed."""
     return -(-size // 10_000_000) * 10_000_000
-
-
-def _changes(situation: Situation, smaller: Smaller | None) -> Changes:
-    """Flags that change a job and save memory, mildest first; none when a run is resumed.
-
-    Args:
-        smaller: a model that may be trained instead.
-    """
-    if situation.fixed:
-        return {}
-    numerics, wishes = situation.numerics, situation.wishes
-    free = type(wishes)(ram=wishes.ram, disk_path=wishes.disk_path, threads=wishes.threads)
-    found: Changes = {}
-    if free != wishes:
-        found[
-            "--hardware.state auto --hardware.weights auto --hardware.gradients auto --hardware.inputs auto"
-        ] = lambda s: replace(s, wishes=free)
-    if situation.recompute is False:
-        found["--recompute auto"] = lambda s: replace(s, recompute=None)
-    if situation.micro_rows is not None:
-        found["--micro-batch-size auto"] = lambda s: replace(s, micro_rows=None)
-    if situation.update is not None:
-        found["--update auto"] = lambda s: replace(s, update=None)
-    if numerics.clip is not None:
-        found["--max-grad-norm 0"] = lambda s: replace(
-            s, numerics=s.numerics.model_copy(update={"clip": None})
-        )
-    if numerics.precision == "fp32" and not isinstance(situation.shape, ModuleShape):
-        narrow = {"precision": "bf16-mixed", "products": situation.hardware.wider_product("bf16-mixed")}
-        found["--precision bf16-mixed"] = lambda s: replace(s, numerics=s.numerics.model_copy(update=narrow))
-    for divisor in (2, 4, 8):
-        length = numerics.max_seq_length // divisor
-        if length >= SHORTEST:
-            found[f"--max-seq-length {length}"] = lambda s, n=length, d=divisor: replace(  # type: ignore[misc]
-                s,
-                numerics=s.numerics.model_copy(update={"max_seq_length": n}),
-                mean_length=s.mean_length / d,
-            )
-    shape = situation.shape
-    if smaller is not None and isinstance(shape, ModelShape) and smaller.tokens < shape.vocab:
-        cut = replace(shape, vocab=smaller.tokens)
-        found[smaller.flag] = lambda s: replace(s, shape=cut)
-    return found

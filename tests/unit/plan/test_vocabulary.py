@@ -8,13 +8,17 @@ from dataclasses import replace
 import pytest
 from tests.unit.plan.situations import make_situation
 
+from packmule.errors import DoesNotFit
 from packmule.graph.model import PlannedModel
-from packmule.plan.candidates import candidates
+from packmule.plan.candidates import candidates, why_uncut
+from packmule.plan.changes import changes_of
 from packmule.plan.explain import explain
 from packmule.plan.predict import baseline
 from packmule.plan.search import search
 from packmule.plan.situation import Situation
 from packmule.shapes.model import ModelShape
+from packmule.spec.plan import OptimizerNumerics
+from packmule.spec.turns import Turns
 
 LARGE = ModelShape(
     vocab=100_000, hidden=1024, layers=2, heads=8, kv_heads=4, head_dim=64, ffn=1024, norm_eps=1e-5,
@@ -62,3 +66,44 @@ def test_a_resumed_run_keeps_its_cut(seed: int) -> None:
     for parts in (1, 7):
         kept = candidates(replace(situation, vocabulary_parts=parts))
         assert {plan.numerics.vocabulary_parts for plan in kept} == {parts}
+
+
+UNCUT = {
+    "`optim.block_schedule` = 'hift'": {"turns": Turns(method="hift")},
+    "`optim.block_schedule` = 'badam'": {"turns": Turns(method="badam", steps=3)},
+    "`optim.optim` = 'adalomo'": {"optimizer": OptimizerNumerics(rule="adalomo")},
+}
+
+
+@pytest.mark.parametrize("key", UNCUT)
+def test_turns_and_rules_of_whole_tensors_keep_a_vocabulary_whole_and_say_so(key: str, seed: int) -> None:
+    situation = large(random.Random(seed), False, ABOVE_BASELINE)
+    kept = situation.numerics.model_copy(update=UNCUT[key])
+    plans = candidates(replace(situation, numerics=kept))
+    assert {plan.numerics.vocabulary_parts for plan in plans} == {1}
+    sentence = why_uncut(situation.shape, kept)
+    assert sentence is not None and f"are not offered with {key}" in sentence
+    assert why_uncut(replace(situation.shape, vocab=1000), kept) is None
+    assert why_uncut(situation.shape, situation.numerics) is None
+
+
+@pytest.mark.parametrize("key", UNCUT)
+def test_a_refusal_may_propose_what_lets_the_vocabulary_be_cut(key: str, seed: int) -> None:
+    situation = large(random.Random(seed), False, ABOVE_BASELINE)
+    kept = replace(situation, numerics=situation.numerics.model_copy(update=UNCUT[key]))
+    way = "--block-schedule all" if "turns" in UNCUT[key] else "--optim adamw"
+    assert way not in changes_of(situation, None)
+    changed = changes_of(kept, None)[way](kept)
+    assert changed.numerics == situation.numerics
+    assert {plan.numerics.vocabulary_parts for plan in candidates(changed)} > {1}
+
+
+def test_a_refusal_says_what_keeps_the_vocabulary_whole(seed: int) -> None:
+    situation = large(random.Random(seed), False, ABOVE_BASELINE)
+    numerics = situation.numerics.model_copy(update={"optimizer": OptimizerNumerics(rule="adalomo")})
+    # Nothing else may be tried, which would take long.
+    shape = replace(LARGE, tied=False, hidden=192, layers=1)
+    situation = replace(situation, shape=shape, numerics=numerics, fixed=True, update="on-backward")
+    situation = replace(situation, budget_bytes=baseline(situation) + 20_000_000)
+    with pytest.raises(DoesNotFit, match=r"not offered with `optim\.optim` = 'adalomo'"):
+        search(situation)
