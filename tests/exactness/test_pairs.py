@@ -149,7 +149,8 @@ def test_every_choice_gives_the_bits_of_the_plain_loop(kernels: Kernels, seed: i
 
 def test_two_threads_give_the_bits_of_the_plain_loop(tmp_path: Path, seed: int) -> None:
     row: Row = {name: values[-1] for name, values in AXES.items()} | {
-        "gradients": "ram", "update": "on-fetch", "micro_rows": (3, 1), "turns": None, "order": "breadth"
+        "gradients": "ram", "update": "on-fetch", "micro_rows": (3, 1), "turns": None, "order": "breadth",
+        "rule": "lomo"
     }  # fmt: skip
     torch.set_num_threads(2)
     kernels = load(2)
