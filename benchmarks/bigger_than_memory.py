@@ -123,7 +123,8 @@ def alone(engine: Engine, name: str, bodies: dict[TaskKind, Any], state: StepSta
     from packmule.engine.program import Program
 
     engine.runtime.state = state
-    return Program(engine.runtime, engine.programs[name].graph, bodies).run()
+    graph = engine.programs[name].graph
+    return Program(engine.runtime, lambda: graph, bodies).run()
 
 
 def gaps(timeline: Timeline, graph: Any) -> str:

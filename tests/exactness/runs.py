@@ -94,6 +94,7 @@ def make_plan(
     vocabulary_parts: int = 1,
     turns: Turns | None = None,
     device: bool = False,
+    speculate: bool = False,
 ) -> Plan:
     """A plan with small chunks, so that even tiny blocks stream in pieces."""
     types = TYPES[precision]
@@ -112,7 +113,7 @@ def make_plan(
         ),
         placement=placement or Placement(state="ram", weights="state"),
         device=DevicePlan(name="fake", memory_bytes=1 << 30) if device else None,
-        order=order, recompute=recompute, update=update,
+        order=order, recompute=recompute, update=update, speculate=speculate,
         io=Io(prefetch=prefetch, chunk_bytes=chunk_bytes),
         checkpoint=CheckpointPlan(
             commit_steps=commit_steps, snapshot_steps=snapshot_steps, snapshots_kept=snapshots_kept

@@ -46,6 +46,7 @@ AXES = {
     "commit_steps": (1, 3),
     "snapshot_steps": (None, 2),
     "vocabulary_parts": (1, 2, 5),
+    "speculate": (False, True),
 }
 """Everything a plan chooses, with precision, split, clip, rule, tie and cut, which also choose bits."""
 
@@ -57,6 +58,7 @@ NUMERICS = ("precision", "micro_rows", "clip", "tied", "rule", "vocabulary_parts
 DRAWN = (
     "precision", "order", "recompute", "commit_steps", "snapshot_steps", "kept_weights", "kept_state",
     "device_weights",
+    "speculate",
 )  # fmt: skip
 """Drawn anew for each combination of the others: their product with all of them takes hours."""
 
@@ -88,6 +90,7 @@ def plan_of(row: Row) -> Plan:
             "vocabulary_parts",
             "turns",
             "device",
+            "speculate",
         )
     }
     return make_plan(placement=placement, steps=STEPS, optimizer={"rule": row["rule"]}, **choices)

@@ -163,6 +163,7 @@ def another_plan(plan: Plan, rng: random.Random) -> Plan:
                 "order": rng.choice(("breadth", "depth")),
                 "recompute": tuple(rng.random() < 0.5 for _ in plan.recompute),
                 "update": rng.choice(("after-backward", "on-backward", "on-fetch")),
+                "speculate": rng.random() < 0.3,
                 "io": Io(
                     prefetch=rng.choice((0, 1, 2)),
                     chunk_bytes=rng.choice((4096, 8192, 65536)),

@@ -60,6 +60,7 @@ class StateStore:
         self._handle: Handle | None = None
         self._failure: DiskError | None = None
         self._slots = [0 for _ in layout.blocks]
+        self._kept: tuple[list[int], list[list[int]]] | None = None
         self._written: list[bool] = []
         self._checksums: list[list[int]] = []
         self._updates: dict[int, _Update] = {}
@@ -125,6 +126,7 @@ class StateStore:
         self._slots = [block.slot for block in head.blocks]
         self._written = [True for _ in head.blocks]
         self._checksums = checksums_of(head, found)
+        self._keep()
         return head
 
     def begin(self, block: int) -> int:
@@ -176,6 +178,19 @@ class StateStore:
             self._checksums[block] = [value for value in update.checksums if value is not None]
             self._written[block] = True
             del self._updates[block]
+
+    def revert(self) -> None:
+        """Drop what has been stored since the last commit: every block is what that one says again."""
+        with self._lock:
+            self._check_usable()
+            if self._updates or self._kept is None:
+                raise RuntimeError("nothing has been committed, or blocks are being updated")
+            slots, checksums = self._kept
+            self._slots, self._checksums = list(slots), list(checksums)
+
+    def _keep(self) -> None:
+        """What the last commit is made of. A list of checksums is replaced, never changed."""
+        self._kept = list(self._slots), list(self._checksums)
 
     def cancel(self) -> None:
         """Forget updates under way: their blocks are as they were before."""
@@ -234,6 +249,7 @@ class StateStore:
                 self._failure = error
                 raise
             self.head = head
+            self._keep()
             return head
 
     def verify(self, buffer: memoryview, report: Report | None = None) -> None:
@@ -280,6 +296,7 @@ class StateStore:
             if self._updates:
                 raise RuntimeError("rechunk while blocks are being updated")
             self.layout, self._checksums = layout, sums
+            self._keep()
 
     def reader(self) -> StateReader:
         """The last commit, read-only, whatever has been updated since."""

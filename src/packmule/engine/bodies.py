@@ -25,12 +25,13 @@ from packmule.engine.access import tensor as _tensor
 from packmule.engine.access import tokens as _tokens
 from packmule.engine.access import weights as _weights
 from packmule.engine.program import Task
-from packmule.engine.runtime import Runtime, StepState
+from packmule.engine.runtime import Ahead, Runtime, StepState
 from packmule.errors import RunFailed
 from packmule.graph.kinds import SECOND, BufferKind, TaskKind, Tier
 from packmule.models import decode, decoder
 from packmule.models import experts as mixture
 from packmule.models.views import TORCH_DTYPES
+from packmule.optim.rule import Update
 from packmule.shapes import bodies as shapes
 from packmule.shapes import experts as expert_shapes
 from packmule.shapes.experts import Experts
@@ -396,6 +397,27 @@ def _segments(entries: tuple[Entry, ...], start: int, size: int) -> Iterator[tup
 
 def update(runtime: Runtime, task: Task) -> None:
     """The rule on a whole block (part -1) or on one chunk of each plane."""
+    shared = runtime.state.update
+    if shared is None:
+        raise RuntimeError("an update without a step")
+    scale = task.find(BufferKind.SCALE, -1)
+    if scale is not None:
+        shared = replace(shared, factor=float(_tensor(runtime, scale, 1, "float64")))
+    _apply(runtime, task, shared)
+
+
+def update_ahead(runtime: Runtime, task: Task) -> None:
+    """`update` of the step under way, before its clip factor is known."""
+    _apply(runtime, task, _ahead(runtime).update)
+
+
+def _ahead(runtime: Runtime) -> Ahead:
+    if runtime.state.ahead is None:
+        raise RuntimeError("a speculating graph without a step of its own")
+    return runtime.state.ahead
+
+
+def _apply(runtime: Runtime, task: Task, shared: Update) -> None:
     model, block = runtime.model, runtime.model.blocks[task.block]
     plane_bytes = model.plane_bytes[task.block]
     start, size = (0, plane_bytes) if task.part < 0 else model.chunks(task.block)[task.part]
@@ -407,12 +429,7 @@ def update(runtime: Runtime, task: Task) -> None:
     gradient = whole or task.get(BufferKind.GRADIENT_CHUNK)
     gradient_base = start if whole else 0
     target = task.find(BufferKind.WEIGHTS)
-    types, shared = model.types, runtime.state.update
-    if shared is None:
-        raise RuntimeError("an update without a step")
-    scale = task.find(BufferKind.SCALE, -1)
-    if scale is not None:
-        shared = replace(shared, factor=float(_tensor(runtime, scale, 1, "float64")))
+    types = model.types
     item = ITEMSIZE[types.master]
     for entry, skip, length in _segments(runtime.plane_layouts[task.block].entries, start, size):
         inside = entry.offset + skip - start
@@ -525,6 +542,18 @@ def commit(runtime: Runtime, task: Task) -> None:
     runtime.writable.commit(state.progress)
 
 
+def validate(runtime: Runtime, task: Task) -> None:
+    """The clip factor is known. One: the updates made ahead are those of the step, which is committed.
+    Else the state is that of the last commit again, and the next step applies the gradients."""
+    check_finite(runtime.state.losses, runtime.state.square)
+    factor = float(_tensor(runtime, task.get(BufferKind.SCALE, -1), 1, "float64"))
+    if factor == 1.0:
+        runtime.writable.commit(_ahead(runtime).progress)
+        runtime.state.validated = True
+    else:
+        runtime.writable.revert()
+
+
 def snapshot(runtime: Runtime, task: Task) -> None:
     """The commit has been made: so is the snapshot of it."""
     runtime.end_snapshot()
@@ -588,6 +617,8 @@ BODIES: dict[TaskKind, Body] = {
     TaskKind.NORM: norm,
     TaskKind.CLIP: clip,
     TaskKind.UPDATE: update,
+    TaskKind.UPDATE_AHEAD: update_ahead,
+    TaskKind.VALIDATE: validate,
     TaskKind.COMMIT: commit,
     TaskKind.EMBED_DECODE: embed_forward,
     TaskKind.LAYER_DECODE: layer_decode,

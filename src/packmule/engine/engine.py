@@ -16,13 +16,14 @@ from packmule.checkpoint.store import StateStore
 from packmule.engine.bodies import BODIES, check_finite
 from packmule.engine.module_bodies import MODULE_BODIES
 from packmule.engine.program import POISON, Program
-from packmule.engine.runtime import Outcome, Runtime, StepState
+from packmule.engine.runtime import Ahead, Outcome, Runtime, StepState
 from packmule.errors import DiskError
 from packmule.graph.costs import Costs
 from packmule.graph.kinds import BufferKind, Tier
 from packmule.graph.model import PlannedModel
 from packmule.graph.run import (
     SNAPSHOT,
+    SPECULATING,
     evaluation_batches,
     extents_of,
     fewer,
@@ -121,6 +122,10 @@ class Engine:
         modules: the user's own, where the model is made of them.
         device: what computes, where the plan has one.
         poison: test mode: what is not written yet, or released, is NaN; addresses are checked.
+
+    Attributes:
+        expects_clip: where the plan speculates: the next gradient is taken to be clipped, as the last one
+            was; of the first nothing is known.
     """
 
     def __init__(
@@ -164,6 +169,7 @@ class Engine:
         self._group = ""
         self._pending: _Pending | None = None
         self._committed = True
+        self.expects_clip = True
         self._last: Progress | None = None
         self._running: Program | None = None
         self._failed = False
@@ -220,6 +226,9 @@ class Engine:
             if pending is not None:
                 state.update, state.progress = pending.update or update, pending.progress
                 name = pending.name
+        if self._speculates(commit, snapshot):
+            state.ahead = Ahead(update, progress)
+            name += SPECULATING
         if name.endswith(SNAPSHOT):
             self._begin_snapshot(state.progress)
         name = grouped(name, update.group)
@@ -232,11 +241,21 @@ class Engine:
             timeline = self._run(name, stop_after=stop_after, stopping=stopping)
             check_finite(state.losses, state.square)
         self._pending = None
-        if on_fetch or (late and commit):
+        if (on_fetch or (late and commit)) and not state.validated:
             self._pending = _Pending(update if on_fetch else None, progress, commit, snapshot)
-        self._committed = commit and not late
+        self._committed = state.validated or (commit and not late)
         self._last = progress
-        return StepResult(state.outcome(), timeline, program.graph)
+        outcome = state.outcome()
+        limit = self.model.plan.numerics.clip
+        self.expects_clip = limit is not None and outcome.grad_norm > limit
+        return StepResult(outcome, timeline, program.graph)
+
+    def _speculates(self, commit: bool, snapshot: bool) -> bool:
+        """Whether a step is updated before its clip factor is known: the last one's was one, and what
+        would have to be taken back is all that HEAD does not name."""
+        pending = self._pending
+        alone = self._committed if pending is None else pending.commit and not pending.snapshot
+        return self.model.plan.speculate and not self.expects_clip and commit and alone and not snapshot
 
     @property
     def clean(self) -> bool:

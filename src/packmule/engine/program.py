@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from packmule.engine.executor import execute
 from packmule.engine.runtime import Runtime
-from packmule.graph.kinds import BufferKind, TaskKind, Tier
+from packmule.graph.kinds import UPDATES, BufferKind, TaskKind, Tier
 from packmule.graph.step import StepGraph
 from packmule.spec.timeline import Timeline
 from packmule.tiers.ledger import Ledger
@@ -132,7 +132,7 @@ class Program:
         where `stopping` asks: the books are kept as tasks start, under the executor's lock."""
         started = [] if self._ledger is None else self._ledger.tasks
         kinds = self.graph.kind[[task for task in started if task >= 0]]
-        return bool((kinds == TaskKind.UPDATE).any())
+        return any(int(kind) in UPDATES for kind in kinds)
 
     def _body(self, index: int) -> None:
         task = self._tasks.get(index)

@@ -61,6 +61,19 @@ class Outcome:
     balance: float | None
 
 
+@dataclass(frozen=True)
+class Ahead:
+    """A step that is updated before its clip factor is known.
+
+    Attributes:
+        update: what its updates share.
+        progress: what its commit records.
+    """
+
+    update: Update
+    progress: Progress
+
+
 @dataclass
 class StepState:
     """The step (or evaluation, or generation) that bodies work on now.
@@ -72,6 +85,8 @@ class StepState:
         scale: 1 / targets of the global batch.
         update: what this step's updates share; for on-fetch, what the step before left pending.
         progress: what a commit in this graph records.
+        ahead: in a graph that speculates, the step under way.
+        validated: that step needed no clipping and is durable.
         position, positions: tokens in the cache so far and at most, when generating.
         losses: per micro-batch, (sum of losses, targets).
         balance: the load-balancing loss, not multiplied by its factor; None where there is none.
@@ -88,6 +103,8 @@ class StepState:
     scale: float = 1.0
     update: Update | None = None
     progress: Progress | None = None
+    ahead: Ahead | None = None
+    validated: bool = False
     position: int = 0
     positions: int = 0
     losses: dict[int, tuple[float, int]] = field(default_factory=dict)

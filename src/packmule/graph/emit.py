@@ -301,13 +301,21 @@ class Emitter:
 
     # Updates
 
-    def update(self, block: int, gradient: int | None, scale: int | None, target: int | None) -> Stream:
+    def update(
+        self,
+        block: int,
+        gradient: int | None,
+        scale: int | None,
+        target: int | None,
+        kind: TaskKind = TaskKind.UPDATE,
+    ) -> Stream:
         """Apply the rule to a block.
 
         Args:
             gradient: its buffer in RAM, or None when it lies on disk in chunks.
             scale: the clip factor's buffer, or None.
             target: compute weights to fill in the same pass, or None.
+            kind: UPDATE or UPDATE_AHEAD.
         """
         model, place = self.model, self.model.plan.placement
         scales = [] if scale is None else [scale]
@@ -316,11 +324,11 @@ class Emitter:
         resident = self.resident(BufferKind.STATE, Tier.RAM, block) if model.holds_state(block) else None
         if place.state == "ram" and resident is not None and gradient is not None:
             whole = self._update_op(
-                model.plane_bytes[block], [gradient, *scales], [resident, *targets], block, -1
+                kind, model.plane_bytes[block], [gradient, *scales], [resident, *targets], block, -1
             )
             return [Piece(None, whole)]
         if model.whole_updates:
-            return self._whole_update(block, gradient, scales, targets)
+            return self._whole_update(kind, block, gradient, scales, targets)
         for part, (_, size) in enumerate(model.chunks(block)):
             reads: list[Op] = []
             rests: list[Op] = []
@@ -337,12 +345,12 @@ class Emitter:
                 reads.append(self._read(TaskKind.READ_STATE, total, slot, state, block, part))
             if place.state == "disk":
                 rests.append(self._store(state, block, range(part, part + 1)))
-            update = self._update_op(size, [source, *scales], [state, *targets], block, part)
+            update = self._update_op(kind, size, [source, *scales], [state, *targets], block, part)
             stream.append(Piece(_all(reads), _all([update, *rests])))
         return stream
 
     def _whole_update(
-        self, block: int, gradient: int | None, scales: list[int], targets: list[int]
+        self, kind: TaskKind, block: int, gradient: int | None, scales: list[int], targets: list[int]
     ) -> Stream:
         """`update` by a rule that needs all of a tensor: what is not in RAM whole is brought there."""
         model, chunks = self.model, self.model.chunks(block)
@@ -368,11 +376,13 @@ class Emitter:
         if model.plan.placement.state == "disk":
             stores = [self._store(state, block, range(part, part + 1)) for part in range(len(chunks))]
         size = model.plane_bytes[block]
-        update = self._update_op(size, [gradient, *scales], [state, *targets], block, -1)
+        update = self._update_op(kind, size, [gradient, *scales], [state, *targets], block, -1)
         return [*stream, Piece(None, update), *(Piece(None, store) for store in stores)]
 
-    def _update_op(self, size: int, reads: list[int], writes: list[int], block: int, part: int) -> Op:
-        return lambda: self._rule(size, reads, writes, block, part)
+    def _update_op(
+        self, kind: TaskKind, size: int, reads: list[int], writes: list[int], block: int, part: int
+    ) -> Op:
+        return lambda: self._rule(kind, size, reads, writes, block, part)
 
     def slots(self, block: int, parts: range) -> tuple[list[int], int]:
         """The slots of some chunks of a block, and the bytes of these chunks in all planes."""
@@ -392,11 +402,13 @@ class Emitter:
 
         return emit
 
-    def _rule(self, size: int, reads: list[int], writes: list[int], block: int, part: int) -> None:
+    def _rule(
+        self, kind: TaskKind, size: int, reads: list[int], writes: list[int], block: int, part: int
+    ) -> None:
         # A rule that needs all of a tensor looks at gradient and masters before.
         planes = 3 if self.model.whole_updates else len(self.model.planes)
         moved = size * (2 * planes + 1.5)
-        self.core_task(TaskKind.UPDATE, self.costs.compute(moved=moved), reads, writes, block, part=part)
+        self.core_task(kind, self.costs.compute(moved=moved), reads, writes, block, part=part)
 
     def store_weights(self, block: int, source: int) -> Op:
         """Write compute weights to work.bin."""
@@ -434,6 +446,15 @@ class Emitter:
             copies = [self.resident(BufferKind.COPY, Tier.SNAPSHOT, *place) for place in parts]
             used = [*slots, *copies]
             self.builder.task(TaskKind.SNAPSHOT, self._disk, reads=used, writes=copies, seconds=seconds)
+
+    def validate(self, scale: int) -> None:
+        """Replace HEAD if the clip factor is one; else what it names is what there is."""
+        parts = [
+            (b.index, part) for b in self.model.blocks for part in range(len(self.model.chunks(b.index)))
+        ]
+        slots = [self.resident(BufferKind.SLOT, Tier.SLOTS, *place) for place in parts]
+        seconds = 4 * self.costs.sync_seconds
+        self.builder.task(TaskKind.VALIDATE, self._disk, reads=[*slots, scale], writes=slots, seconds=seconds)
 
     def commit(self) -> Stream:
         """Make the state durable: write what lies in RAM, then replace HEAD."""

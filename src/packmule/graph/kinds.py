@@ -60,6 +60,8 @@ class TaskKind(IntEnum):
     RECEIVE_GRADIENT = 39  # from the device to RAM
     RECEIVE_INPUT = 40
     RECEIVE_ROUTED = 41
+    UPDATE_AHEAD = 42  # before the clip factor is known, as if nothing were clipped
+    VALIDATE = 43  # commit what was updated ahead, or drop it
 
 
 COMPUTE = frozenset(
@@ -85,6 +87,8 @@ COMPUTE = frozenset(
     }
 )
 
+
+UPDATES = frozenset({TaskKind.UPDATE, TaskKind.UPDATE_AHEAD})
 
 SECOND = 1
 """The part of a compute task that belongs to the second backward of a step that has two."""

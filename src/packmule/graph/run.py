@@ -16,6 +16,9 @@ from packmule.spec.plan import Plan
 SNAPSHOT = ", snapshot"
 """Ends the names of graphs that make a snapshot."""
 
+SPECULATING = ", speculating"
+"""Ends the names of steps' graphs that update before the clip factor is known."""
+
 
 def evaluation_batches(plan: Plan, rows: int) -> list[tuple[int, ...]]:
     """Rows of each micro-batch of each evaluation graph, in order.
@@ -49,7 +52,8 @@ def run_graphs(
     Returns:
         "load"; "step" and "step, commit" (for on-fetch: with the pending update); "first" and
         "drain" for on-fetch; "commit"; "evaluate N" for N micro-batches at once; "prompt", "token".
-        Where there are snapshots, also those that commit with `SNAPSHOT` after their name.
+        Where there are snapshots, also those that commit with `SNAPSHOT` after their name. Where the
+        plan speculates, "first" and "step, commit" with `SPECULATING` after their name, too.
         While the batch warms up, steps of fewer micro-batches too: `fewer`. Where blocks take turns,
         each step once per group: `grouped`.
     """
@@ -108,6 +112,10 @@ def _steps(model: PlannedModel, costs: Costs, mean_length: float) -> dict[str, M
             found[grouped(name, group)] = maker if model.groups else cache(maker)
     if pending:
         found["first"] = cache(make)
+    if model.plan.speculate:
+        found[f"first{SPECULATING}"] = cache(partial(make, speculate=True))
+        ahead = partial(make, pending=True, commit=True, speculate=True)
+        found[f"step, commit{SPECULATING}"] = cache(ahead)
     return found
 
 

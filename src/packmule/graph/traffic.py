@@ -20,7 +20,7 @@ def is_io(kind: TaskKind) -> bool:
 
 def uses_disk(kind: TaskKind) -> bool:
     """Whether a kind of task occupies the disk."""
-    return is_io(kind) or kind in (TaskKind.COMMIT, TaskKind.SNAPSHOT)
+    return is_io(kind) or kind in (TaskKind.COMMIT, TaskKind.VALIDATE, TaskKind.SNAPSHOT)
 
 
 def spilled(graph: StepGraph) -> int:

@@ -29,6 +29,7 @@ class _Step:
         pending: bool,
         snapshot: bool = False,
         group: int | None = None,
+        speculate: bool = False,
     ) -> None:
         self.emitter = Emitter(model, costs, mean_length, snapshot)
         self.experts = ExpertTasks(self.emitter)
@@ -36,6 +37,7 @@ class _Step:
         self.model = model
         self.plan = model.plan
         self.pending = pending
+        self.speculate = speculate
         self.tokens = model.plan.numerics.micro_tokens
         self.head = len(model.blocks) - 1
         every = tuple(block.index for block in model.blocks)
@@ -380,8 +382,11 @@ class _Step:
         stream = self.settle(visit, block)
         if plan.update == "on-backward":
             stream = [*stream, *self.update(block, gradient)]
-        elif plan.placement.gradients == "disk":
-            stream = [*stream, *self._store_gradient(block, gradient)]
+        else:
+            if self.speculate:
+                stream = [*stream, *self.update(block, gradient, ahead=True)]
+            if plan.placement.gradients == "disk":
+                stream = [*stream, *self._store_gradient(block, gradient)]
         visit.after = [*visit.after, *stream]
 
     def settle(self, visit: Visit, block: int) -> Stream:
@@ -431,15 +436,22 @@ class _Step:
             for part, (_, size) in enumerate(self.model.chunks(block))
         ]
 
-    def update(self, block: int, gradient: int | None) -> Stream:
-        """The rule outside a forward fetch; compute weights that are kept are renewed too."""
+    def update(self, block: int, gradient: int | None, ahead: bool = False) -> Stream:
+        """The rule outside a forward fetch; compute weights that are kept are renewed too.
+
+        Args:
+            ahead: before the clip factor is known, as if it were one.
+        """
         emitter, model, place = self.emitter, self.model, self.model.place(block)
         target = None
         if place.weights == "ram":
             target = emitter.resident(BufferKind.WEIGHTS, Tier.RAM, block)
         elif place.weights == "disk" or (model.on_device(block) and not model.master_is_weights(block)):
             target = emitter.ram(BufferKind.WEIGHTS, self.model.weight_bytes[block], block)
-        stream = emitter.update(block, gradient, self.scale, target)
+        if ahead:
+            stream = emitter.update(block, gradient, None, target, TaskKind.UPDATE_AHEAD)
+        else:
+            stream = emitter.update(block, gradient, self.scale, target)
         if place.weights == "disk" and target is not None:
             stream.append(Piece(None, emitter.store_weights(block, target)))
         if model.on_device(block):
@@ -599,6 +611,7 @@ def build_step(
     commit: bool = False,
     snapshot: bool = False,
     group: int | None = None,
+    speculate: bool = False,
 ) -> StepGraph:
     """The graph of one optimizer step.
 
@@ -612,11 +625,14 @@ def build_step(
         snapshot: write the state that is committed to a snapshot, too.
         group: of `model.groups`, the one whose turn it is: only its blocks have gradients and updates,
             and backward stops at the lowest of them. None: all blocks.
+        speculate: on-fetch only: update in backward as if nothing were clipped, and commit at the end if
+            that was so (speculation and validation: Lian et al. 2025, arXiv:2509.21271). Gradients stay for
+            the next step, where they have to be applied otherwise.
     """
     plan = model.plan
     if group is not None and plan.update == "on-fetch":
         raise ValueError("a step that trains a group does not wait for the next one to update it")
-    step = _Step(model, costs, mean_length, pending, snapshot, group)
+    step = _Step(model, costs, mean_length, pending, snapshot, group, speculate)
     visits = step.visits(commit)
     arrange(visits, plan.io, ahead(plan))
     if not model.two_passes:
@@ -627,6 +643,8 @@ def build_step(
             emit(step.update(block, None if disk else step.whole_gradient(block)), plan.io)
     if commit and not plan.commits_late:
         emit(step.emitter.commit(), plan.io)
+    if speculate and step.scale is not None:
+        step.emitter.validate(step.scale)
     return step.emitter.build()
 
 

@@ -268,15 +268,20 @@ def seconds_bound(shape: Shape, plan: Plan, costs: Costs, mean_length: float) ->
         written += sum(share * size for share, size in zip(trained, sizes.weights, strict=True))
     if place.gradients == "disk":
         moved = 0 if plan.update == "on-backward" else total
-        late_read += moved
+        late_read += 0 if plan.speculate else moved
+        read -= moved if plan.speculate else 0  # they are read only where the step is clipped
         moved += sum(sizes.planes[block] for block in model.embedding if model.halved(block))
         read, written = read + moved, written + moved
     disk = seconds_on_disk(read, written)
     if plan.io.prefetch == 0:
         return Busy(cores, disk, disk)
-    late = seconds_on_disk(late_read, late_written)
+    late = updating = seconds_on_disk(late_read, late_written)
     if plan.update != "after-backward":
         late *= 1 - min(1.0, plan.io.read_ahead / covering(plan, sizes))
+    if plan.update == "on-fetch" and not plan.speculate:
+        # Updates hide behind forward alone, a third of the computation, or a fourth where it runs twice.
+        forward = cores / (3 + sum(plan.recompute) / len(plan.recompute))
+        late = max(late, updating - forward)
     return Busy(cores, disk, late)
 
 

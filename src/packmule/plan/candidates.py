@@ -151,6 +151,9 @@ def allowed(plan: Plan) -> bool:
         return False
     if plan.device is None and (plan.placement.inputs == "device" or plan.placement.device_weights):
         return False
+    place, late = plan.placement, plan.update == "on-fetch" and plan.numerics.clip is not None
+    if plan.speculate and (not late or place.state == "ram" or place.kept_state or plan.order == "depth"):
+        return False  # nothing to foresee, or what was updated could not be read again
     if plan.order == "depth" and not many:
         return False  # the same as breadth
     if plan.order == "depth" and plan.update == "on-backward":
@@ -196,9 +199,16 @@ def candidates(situation: Situation) -> Iterator[Plan]:
                     io=Io(prefetch=1),
                     checkpoint=situation.checkpoint,
                 )
-                if allowed(plan) and balances(situation.shape, plan):
-                    for io in _cuts(plan, sizes):
-                        yield plan.model_copy(update={"io": io})
+                if not (allowed(plan) and balances(situation.shape, plan)):
+                    continue
+                for io in _cuts(plan, sizes):
+                    cut = plan.model_copy(update={"io": io})
+                    yield cut
+                    ahead = cut.model_copy(update={"speculate": True})
+                    # To take updates back, HEAD must name what every step began with.
+                    every = situation.commit_auto or plan.checkpoint.commit_steps == 1
+                    if every and cut.io.prefetch and allowed(ahead):
+                        yield ahead
 
 
 def _cuts(plan: Plan, sizes: Sizes) -> list[Io]:

@@ -11,7 +11,7 @@ from packmule.plan.wear import wear
 from packmule.shapes.bodies import dtypes
 from packmule.shapes.groups import groups_of
 from packmule.shapes.module import ModuleShape, Shape
-from packmule.spec.plan import Numerics, PhaseMemory, Plan
+from packmule.spec.plan import Numerics, PhaseMemory, Plan, Predicted
 from packmule.spec.units import format_bytes, format_seconds, format_share
 
 _BOTTLENECK = {"cores": "compute", "disk": "disk"}
@@ -170,8 +170,19 @@ def _update(plan: Plan) -> str:
     clip = plan.numerics.clip
     if clip is None:
         return f"{plan.update}: {when}"
+    if plan.speculate:
+        when = (
+            "of each block as soon as its gradient is complete, taken back and done at the next fetch "
+            "where the gradient turns out to be clipped"
+        )
     twice = ", known from a backward of its own before" if plan.update == "on-backward" else ""
     return f"{plan.update}: {when}; global norm clipped at {clip:g}{twice}"
+
+
+def _clipped(predicted: Predicted) -> str:
+    if not predicted.clipped_step_seconds:
+        return ""
+    return f"; {format_seconds(predicted.clipped_step_seconds)} while gradients are clipped"
 
 
 def _commits(plan: Plan) -> str:
@@ -236,7 +247,7 @@ def times(situation: Situation, plan: Plan, steps: int | None = None) -> list[tu
     rest += f", {format_seconds(waits)} waiting for the disk" if waits >= 1e-6 else ""
     traffic = (predicted.disk_bytes_read_per_step, predicted.disk_bytes_written_per_step)
     rows = [
-        ("step", f"{format_seconds(predicted.step_seconds)}: {rest}"),
+        ("step", f"{format_seconds(predicted.step_seconds)}: {rest}{_clipped(predicted)}"),
         ("bottleneck", _BOTTLENECK.get(predicted.bottleneck, predicted.bottleneck)),
         ("disk per step", "{} read, {} written".format(*map(format_bytes, traffic))),
         ("peak RAM", f"{format_bytes(predicted.peak_ram_bytes)} of {format_bytes(plan.budget_bytes)}"),

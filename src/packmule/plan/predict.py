@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
+from functools import partial
 from statistics import fmean
 
 import numpy as np
 
-from packmule.graph.kinds import COMPUTE, BufferKind, TaskKind, Tier
+from packmule.graph.kinds import COMPUTE, UPDATES, BufferKind, TaskKind, Tier
 from packmule.graph.model import PlannedModel
-from packmule.graph.run import SNAPSHOT, Maker, extents_of, grouped, run_graphs
+from packmule.graph.run import SNAPSHOT, SPECULATING, Maker, extents_of, grouped, run_graphs
 from packmule.graph.simulate import simulate, times
 from packmule.graph.step import StepGraph
 from packmule.graph.traffic import copied, spilled, traffic, uses_disk
@@ -98,14 +99,16 @@ def step_only(situation: Situation, plan: Plan) -> tuple[float, int]:
     # Of groups that take turns, the two whose steps are longest and shortest.
     some = sorted({0, len(model.groups) - 1}) if model.groups else [None]
     pending, seconds, ram = plan.update == "on-fetch", 0.0, 0
+    build = partial(build_step, model, situation.costs, situation.mean_length)
     for group in some:
-        graph = build_step(model, situation.costs, situation.mean_length, pending=pending, group=group)
+        graph = build(pending=pending, commit=plan.speculate, group=group, speculate=plan.speculate)
         # A run holds the objects of this graph, of the one that commits, and for on-fetch of the first
         # step's; of groups' graphs it holds one.
         alike = (graph,) * (1 if model.groups else 3 if pending else 2)
         outside = outside_bytes(situation.shape, plan, alike)
         ram = max(ram, baseline(situation) + graph.extent(Tier.RAM) + outside)
-        seconds += float(times(graph)[1].max(initial=0.0)) / len(some)
+        steady = build(speculate=True) if plan.speculate else graph
+        seconds += float(times(steady)[1].max(initial=0.0)) / len(some)
     return seconds, ram
 
 
@@ -174,14 +177,16 @@ def _times(
     peak: int,
     phases: tuple[PhaseMemory, ...],
 ) -> Predicted:
-    graph, timeline = graphs["step"], timelines["step"]
+    steady = f"first{SPECULATING}" if plan.speculate else "step"
+    graph, timeline = graphs[steady], timelines[steady]
     kinds = [TaskKind(kind) for kind in graph.kind.tolist()]
     seconds = graph.seconds
     on_disk = np.array([uses_disk(kind) for kind in kinds])
     compute = np.array([kind in COMPUTE for kind in kinds])
     cores = float(seconds[~on_disk].sum())
     every = plan.checkpoint.commit_steps
-    extra = (timelines["step, commit"].seconds - timeline.seconds) / every
+    committing = timelines["step, commit"].seconds
+    extra = 0.0 if plan.speculate else (committing - timeline.seconds) / every
     read, written = traffic(graph)
     if plan.placement.state == "ram":
         written += int(graph_state_bytes(graph)) // every
@@ -189,13 +194,14 @@ def _times(
     kept = f"step, commit{SNAPSHOT}"
     snapshot_seconds, snapshot_bytes = 0.0, 0
     if kept in timelines:
-        snapshot_seconds = max(0.0, timelines[kept].seconds - timelines["step, commit"].seconds)
+        snapshot_seconds = max(0.0, timelines[kept].seconds - committing)
         snapshot_bytes = copied(graphs[kept])
     return Predicted(
         step_seconds=timeline.seconds + max(0.0, extra),
+        clipped_step_seconds=committing if plan.speculate else 0.0,
         compute_seconds=float(seconds[compute].sum()),
         disk_seconds=disk,
-        update_seconds=float(seconds[[kind == TaskKind.UPDATE for kind in kinds]].sum()),
+        update_seconds=float(seconds[[kind in UPDATES for kind in kinds]].sum()),
         exposed_io_seconds=max(0.0, timeline.seconds - cores),
         bottleneck="disk" if disk > cores else "cores",
         peak_ram_bytes=peak,

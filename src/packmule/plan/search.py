@@ -37,6 +37,9 @@ WORTH_SAVING = 0.02
 NEAR = 1.02
 """A plan this near to its bound is not cut otherwise: no cut could gain more."""
 
+WORTH_CUTTING = 1.25
+"""Nor is one that takes so much longer than the fastest."""
+
 READ_AHEADS = (2, 4, 8, 16, 32)
 """Chunks of a stream that the search reads ahead."""
 
@@ -159,15 +162,23 @@ def _closely(
             continue
         fits(plan, number)
         simulated += 1
-    if fitting:
-        _, number, plan = best()
+    # Updates that are made ahead have more to gain from the cut.
+    for speculating in (False, True):
+        some = [item for item in fitting if item[2].speculate == speculating]
+        if not some:
+            continue
+        seconds, number, plan = min(some, key=lambda item: item[:2])
         bound = next(item.bound for item in order if item.number == number)
+        if seconds > WORTH_CUTTING * best()[0]:
+            continue
         for rising in _cuts(situation, plan):
             if best()[0] <= NEAR * bound:
                 break
             for variant in rising:
                 if variant != plan and not fits(variant, number):
                     break  # those that follow need more
+    if fitting:
+        _, number, plan = best()
         for variant in _keeping(situation, best()[2]):
             if fits(variant, number):
                 break
@@ -207,7 +218,8 @@ def _keeping(situation: Situation, plan: Plan) -> Iterator[Plan]:
     for share in (0.95, 0.8, 0.6):
         weights = 0 if place.weights == "ram" else count(sizes.weights, share * spare)
         left = share * spare - sum(sizes.weights[block] for block in order[:weights])
-        state = count(sizes.state, left)
+        # What was updated ahead is taken back by reading it again.
+        state = 0 if plan.speculate else count(sizes.state, left)
         if weights or state:
             kept = place.model_copy(update={"kept_weights": weights, "kept_state": state})
             yield plan.model_copy(update={"placement": kept})

@@ -152,6 +152,9 @@ class Predicted(Record):
     """What the plan's simulation says."""
 
     step_seconds: float
+    clipped_step_seconds: float = Field(
+        default=0.0, description="of a step after one whose gradient was clipped; 0: no longer than others"
+    )
     compute_seconds: float
     disk_seconds: float
     update_seconds: float
@@ -179,6 +182,11 @@ class Plan(Record):
     order: Literal["breadth", "depth"]
     recompute: tuple[bool, ...] = Field(description="per layer: run its forward again in backward")
     update: Update
+    speculate: bool = Field(
+        default=False,
+        description="on-fetch: blocks are updated in backward as if nothing were clipped; where the norm "
+        "then says otherwise, that is dropped and they are updated when the next step fetches them",
+    )
     io: Io
     checkpoint: CheckpointPlan
     predicted: Predicted | None = None

@@ -7,7 +7,7 @@ import statistics
 import numpy as np
 
 from packmule.engine.engine import StepResult
-from packmule.graph.kinds import COMPUTE, TaskKind
+from packmule.graph.kinds import COMPUTE, UPDATES, TaskKind
 from packmule.graph.traffic import copied, traffic, uses_disk
 
 WARM_UP = 1
@@ -32,7 +32,7 @@ class Measured:
         kinds = [TaskKind(kind) for kind in graph.kind.tolist()]
         compute = np.array([kind in COMPUTE for kind in kinds])
         disk = np.array([uses_disk(kind) for kind in kinds])
-        update = np.array([kind == TaskKind.UPDATE for kind in kinds])
+        update = np.array([kind in UPDATES for kind in kinds])
         read, written = traffic(graph)
         cores = float(spent[~disk].sum())
         # A step with a snapshot is longer: the prediction, too, has these apart.
