@@ -14,6 +14,10 @@ The three take turns, since a machine's speed drifts. Prints the step against ma
 against the bytes over the disk's rate at the same mix of reads and writes, measured in the same run (limit
 1.1), the bytes against the formula for the plan's mode (limit 1.05), and peak memory against the budget.
 Exit code 1 when a limit is missed.
+
+While gradients are clipped, updates cannot begin before the last gradient is there, and each block's has
+to end before the next forward reaches it: so what forward and backward each need, by their busier
+side, is printed too. With a clip that no gradient reaches (`--clip 1000`) the plan speculates.
 """
 
 from __future__ import annotations
@@ -36,6 +40,7 @@ if TYPE_CHECKING:
     from packmule.engine.engine import Engine
     from packmule.engine.runtime import StepState
     from packmule.graph.kinds import TaskKind
+    from packmule.graph.step import StepGraph
     from packmule.spec.plan import Plan
     from packmule.spec.timeline import Timeline
 
@@ -118,13 +123,25 @@ def without(bodies: dict[TaskKind, Any], idle: Callable[[TaskKind], bool]) -> di
     return {kind: (lambda runtime, task: None) if idle(kind) else body for kind, body in bodies.items()}
 
 
-def alone(engine: Engine, name: str, bodies: dict[TaskKind, Any], state: StepState) -> Timeline:
+def alone(engine: Engine, graph: StepGraph, bodies: dict[TaskKind, Any], state: StepState) -> Timeline:
     """One execution of a graph of the engine with other bodies."""
     from packmule.engine.program import Program
 
     engine.runtime.state = state
-    graph = engine.programs[name].graph
     return Program(engine.runtime, lambda: graph, bodies).run()
+
+
+def phases(graph: StepGraph, timeline: Timeline, resource: str) -> tuple[float, float]:
+    """Seconds that a resource works before the head's loss and from there on."""
+    import numpy as np
+
+    from packmule.graph.kinds import TaskKind
+
+    head = int(np.flatnonzero(graph.kind == TaskKind.HEAD_LOSS)[0])
+    mine = graph.resources.index(resource)
+    work = np.where([int(graph.uses.row(task)[0]) == mine for task in range(graph.tasks)], 1.0, 0.0)
+    work *= timeline.end - timeline.start
+    return float(work[:head].sum()), float(work[head:].sum())
 
 
 def gaps(timeline: Timeline, graph: Any) -> str:
@@ -179,7 +196,7 @@ def main() -> int:
     import numpy as np
 
     from packmule.engine.bodies import BODIES
-    from packmule.engine.runtime import StepState
+    from packmule.engine.runtime import Ahead, StepState
     from packmule.graph.traffic import traffic, uses_disk
     from packmule.optim.rule import Update
     from packmule.plan.search import search
@@ -218,22 +235,24 @@ def main() -> int:
         batches = random_batches(plan, shape.vocab, LENGTH)
         targets = rows * (LENGTH - 1)
         with fresh_engine(Path(name), config, shape, plan, hardware, LENGTH) as (engine, progress):
-            graph = engine.programs["step, commit"].graph
             micro, number = plan.numerics.micro_tokens, 0
 
             def state() -> StepState:
                 prepared = [engine.runtime.prepare(batch) for batch in batches]
-                return StepState(prepared, number + 1, micro, 1 / targets, Update(number + 1, RATE), progress)
+                update = Update(number + 1, RATE)
+                ahead = Ahead(update, progress)
+                return StepState(prepared, number + 1, micro, 1 / targets, update, progress, ahead)
 
             # In place of what C does not read: random numbers of about 0.01 in both float types.
             rng = np.random.default_rng(0)
             noise = (0x3C00 | rng.integers(0, 128, 1 << 20) | rng.integers(0, 2, 1 << 20) << 15).astype(
                 np.uint16
             )
-            steps, cores, disk_alone, peak = [], [], [], 0
+            steps, cores, disk_alone, by_phase, peak = [], [], [], [], 0
             for _ in range(arguments.rounds):
                 engine.load()
-                for _ in range(2):  # the first may have no update pending yet
+                # The first may have no update pending yet, or not foresee what its gradient comes to.
+                for _ in range(2 if plan.update == "on-fetch" else 1):
                     number += 1
                     began = time.perf_counter()
                     result = engine.step(batches, targets, Update(number, RATE), progress, commit=True)
@@ -241,10 +260,15 @@ def main() -> int:
                 steps.append(seconds)
                 peak = max(peak, process_memory().peak)
                 fill(engine.arena.memory, noise)
-                cores.append(alone(engine, "step, commit", without(BODIES, uses_disk), state()).seconds)
+                graph, norm = result.graph, result.outcome.grad_norm
+                computed = alone(engine, graph, without(BODIES, uses_disk), state())
+                cores.append(computed.seconds)
                 idle = without(BODIES, lambda kind: not uses_disk(kind))
                 engine.load()
-                disk_alone.append(alone(engine, "step, commit", idle, state()).seconds)
+                moved = alone(engine, graph, idle, state())
+                disk_alone.append(moved.seconds)
+                pairs = zip(phases(graph, computed, "cores"), phases(graph, moved, "disk"), strict=True)
+                by_phase.append(sum(max(pair) for pair in pairs))
             read, written = traffic(graph)
             rate = disk_rate(Path(name), read / (read + written))
     bound = [max(pair) for pair in zip(cores, disk_alone, strict=True)]
@@ -254,13 +278,15 @@ def main() -> int:
     print(
         f"{arguments.shape}: {shape.numel / 1e6:.0f}M parameters, {arguments.tokens} tokens a step, "
         f"clip {arguments.clip or 'off'}, {hardware.cpu}, {plan.numerics.threads} threads\n"
-        f"plan      {plan.update}, weights {place.weights}, gradients {place.gradients}, "
+        f"plan      {plan.update}{', speculating' * plan.speculate}, weights {place.weights}, "
+        f"gradients {place.gradients}, "
         f"inputs {place.inputs}, {sum(plan.recompute)} of {shape.layers} layers recomputed, micro-batches "
         f"{'+'.join(map(str, plan.numerics.micro_rows))}, prefetch {plan.io.prefetch}, chunks "
         f"{format_bytes(plan.io.chunk_bytes)}\n"
         f"peak      {format_bytes(peak)} of {format_bytes(budget)}\n"
         f"step      {shown(steps)} s; C {shown(cores)} s; D {shown(disk_alone)} s\n"
-        f"          {gaps(result.timeline, graph)}\n"
+        f"          {gaps(result.timeline, graph)}; gradient norm {norm:.3g}\n"
+        f"          {median(by_phase):.2f} s if forward and backward each take what their busier side needs\n"
         f"disk      {format_bytes(read)} read, {format_bytes(written)} written; {format_bytes(rate)}/s "
         "in that proportion"
     )

@@ -6,7 +6,7 @@
 #define PM_API extern "C" __attribute__((visibility("default")))
 
 // Raised whenever a function's arguments change; the Python face refuses any other.
-PM_API int pm_abi() { return 7; }
+PM_API int pm_abi() { return 8; }
 
 // team: GOMP_parallel's address, or null for threads of the pool's own.
 PM_API packmule::Pool* pm_create(int threads, packmule::Team team) {

@@ -4,6 +4,11 @@
 #include <stdint.h>
 #include <string.h>
 
+#include <memory>
+#include <new>
+
+#include "parallel.h"
+
 #if defined(__x86_64__)
 #include <nmmintrin.h>
 #endif
@@ -42,8 +47,6 @@ uint32_t with_tables(uint32_t crc, const uint8_t* p, size_t n) {
   return crc;
 }
 
-#if defined(__x86_64__)
-
 // A register moved past a fixed number of zero bytes, a table lookup per byte of it.
 struct Shift {
   uint32_t at[4][256] = {};
@@ -75,6 +78,12 @@ struct Shift {
     return at[0][crc & 0xff] ^ at[1][crc >> 8 & 0xff] ^ at[2][crc >> 16 & 0xff] ^ at[3][crc >> 24 & 0xff];
   }
 };
+
+// What one thread sums at a time of a large buffer: a multiple of the alignment that keeps it in its cache.
+constexpr size_t kPiece = 128 << 10;
+constexpr Shift kShiftPiece{kPiece};
+
+#if defined(__x86_64__)
 
 constexpr size_t kLong = 8192, kShort = 256;
 constexpr Shift kShiftLong{kLong};
@@ -122,4 +131,26 @@ extern "C" __attribute__((visibility("default"))) uint32_t pm_crc32c(const void*
   if (!tables && __builtin_cpu_supports("sse4.2")) return ~with_instruction(~value, p, nbytes);
 #endif
   return ~with_tables(~value, p, nbytes);
+}
+
+// The same by all threads of a pool: pieces are summed apart and joined in order; the first is the odd one.
+// Returns 0, or 2 where there is no memory for the sums.
+extern "C" __attribute__((visibility("default"))) int pm_crc32c_wide(packmule::Pool* pool, const void* data,
+                                                                    size_t nbytes, int tables, uint32_t* out) {
+  const auto* p = static_cast<const uint8_t*>(data);
+  const auto pieces = static_cast<int64_t>((nbytes + kPiece - 1) / kPiece);
+  const size_t first = nbytes - (pieces > 0 ? static_cast<size_t>(pieces - 1) * kPiece : 0);
+  const std::unique_ptr<uint32_t[]> sums(new (std::nothrow) uint32_t[static_cast<size_t>(pieces) + 1]);
+  if (!sums) return 2;
+  uint32_t* found = sums.get();
+  parallel(pool, pieces, kPiece, [=](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; ++i) {
+      const size_t at = i ? first + static_cast<size_t>(i - 1) * kPiece : 0;
+      found[i] = pm_crc32c(p + at, i ? kPiece : first, 0, tables);
+    }
+  });
+  uint32_t crc = 0;
+  for (int64_t i = 0; i < pieces; ++i) crc = (i ? kShiftPiece(crc) : 0) ^ found[i];
+  *out = crc;
+  return 0;
 }

@@ -322,6 +322,12 @@ def test_crc32c_of_all_ways_to_cut_and_store_a_buffer_agree(kernels, rng):
     assert kernels.crc32c(flipped) != reference
 
 
+def test_crc32c_by_all_threads_is_that_of_one(kernels, rng):
+    data = integers(rng, 0, 256, 700_001, torch.uint8).numpy()
+    for size in (0, 1, 4096, 131_071, 131_072, 131_073, 262_144, 393_217, 700_001):
+        assert kernels.crc32c_wide(data[:size]) == TorchKernels(1).crc32c(data[:size]), size
+
+
 def test_fill_sets_exactly_the_bytes_asked_for(kernels):
     data = np.zeros(1000, dtype=np.uint8)
     kernels.fill(data.ctypes.data + 3, 900, 0xFF)

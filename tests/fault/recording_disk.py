@@ -176,10 +176,10 @@ class RecordingDisk:
         self._open[handle.number].write(bytes(buffer), offset)
         self._end("write", handle.path)
 
-    def read_summed(self, handle: Handle, spans: Sequence[Span], checksum: Checksum) -> list[int]:
+    def read_summed(self, handle: Handle, spans: Sequence[Span], checksum: Checksum | None) -> list[int]:
         return read_in_turn(self, handle, spans, checksum)
 
-    def write_summed(self, handle: Handle, spans: Sequence[Span], checksum: Checksum) -> list[int]:
+    def write_summed(self, handle: Handle, spans: Sequence[Span], checksum: Checksum | None) -> list[int]:
         return write_in_turn(self, handle, spans, checksum)
 
     def sync(self, handle: Handle) -> None:

@@ -93,8 +93,7 @@ def read_places(
         view = buffer.cast("B")[: layout.chunks(place.block)[place.chunk].bytes]
         spans.append(Span(view, layout.chunk_offset(place.block, place.slot, place.chunk)))
     if not verify:
-        for span in spans:
-            disk.read_into(handle, span.buffer, span.offset)
+        disk.read_summed(handle, spans, None)
         return
     for place, found in zip(places, disk.read_summed(handle, spans, checksum), strict=True):
         if found != place.checksum:
@@ -145,14 +144,21 @@ class StateReader:
         """
         self.read_many(block, [(index, buffer)], verify)
 
-    def read_many(self, block: int, chunks: Sequence[tuple[int, memoryview]], verify: bool = True) -> None:
-        """As `read`, of several chunks: (index, buffer) each."""
+    def read_many(
+        self, block: int, chunks: Sequence[tuple[int, memoryview]], verify: bool = True
+    ) -> list[Place]:
+        """As `read`, of several chunks: (index, buffer) each; where they were and what they should sum to."""
         slot, sums = self.head.blocks[block].slot, self._checksums[block]
         places = [Place(block, slot, index, sums[index]) for index, _ in chunks]
         buffers = [buffer for _, buffer in chunks]
         read_places(
             self._disk, self._handle, self.folder, self.layout, places, buffers, self._checksum, verify
         )
+        return places
+
+    def damage(self, place: Place, found: int) -> DamagedFile:
+        """The error for a chunk that was read unverified and sums to `found`."""
+        return chunk_damage(self.folder / STATE_NAME, self.layout, place, found)
 
     def read_plane(self, block: int, plane: str, buffer: memoryview) -> None:
         """Fill the start of `buffer` with a whole plane, verified; tensors lie in it at the

@@ -29,10 +29,11 @@ from packmule.checkpoint.reader import (
     Report,
     StateReader,
     checksums_of,
+    chunk_damage,
     open_state,
     read_places,
 )
-from packmule.errors import ConfigError, DiskError
+from packmule.errors import ConfigError, DamagedFile, DiskError
 from packmule.kernels.transfers import Span
 from packmule.tiers.disk import Checksum, Disk, Handle, ensure_folder, replace_file
 
@@ -153,8 +154,14 @@ class StateStore:
         """
         self.write_many(block, [(index, buffer)])
 
-    def write_many(self, block: int, chunks: Sequence[tuple[int, memoryview]]) -> None:
-        """As `write`, of several chunks: (index, buffer) each."""
+    def write_many(
+        self, block: int, chunks: Sequence[tuple[int, memoryview]], sums: Sequence[int] | None = None
+    ) -> None:
+        """As `write`, of several chunks: (index, buffer) each.
+
+        Args:
+            sums: what they sum to, where that is known.
+        """
         with self._lock:
             update = self._updates[block]
             layout, handle = self.layout, self._open()
@@ -162,7 +169,7 @@ class StateStore:
             Span(_start(layout, block, index, buffer), layout.chunk_offset(block, update.slot, index))
             for index, buffer in chunks
         ]
-        found = self.disk.write_summed(handle, spans, self.checksum)
+        found = self.disk.write_summed(handle, spans, self.checksum if sums is None else None) or sums or ()
         with self._lock:
             for (index, _), value in zip(chunks, found, strict=True):
                 update.checksums[index] = value
@@ -206,14 +213,21 @@ class StateStore:
         """
         self.read_many(block, [(index, buffer)], verify)
 
-    def read_many(self, block: int, chunks: Sequence[tuple[int, memoryview]], verify: bool = True) -> None:
-        """As `read`, of several chunks: (index, buffer) each."""
+    def read_many(
+        self, block: int, chunks: Sequence[tuple[int, memoryview]], verify: bool = True
+    ) -> list[Place]:
+        """As `read`, of several chunks: (index, buffer) each; where they were and what they should sum to."""
         with self._lock:
             layout, handle = self.layout, self._open()
             places = [self._place(block, index) for index, _ in chunks]
         read_places(
             self.disk, handle, self.folder, layout, places, [b for _, b in chunks], self.checksum, verify
         )
+        return places
+
+    def damage(self, place: Place, found: int) -> DamagedFile:
+        """The error for a chunk that was read unverified and sums to `found`."""
+        return chunk_damage(self.folder / STATE_NAME, self.layout, place, found)
 
     def _place(self, block: int, index: int) -> Place:
         """Where a chunk's newest bytes are. Caller holds the lock."""

@@ -14,7 +14,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from packmule.engine import vocabulary
+from packmule.engine import stored, vocabulary
 from packmule.engine.access import gradients as _gradients
 from packmule.engine.access import head_input as _head_input
 from packmule.engine.access import input_of as _input
@@ -418,6 +418,15 @@ def _ahead(runtime: Runtime) -> Ahead:
 
 
 def _apply(runtime: Runtime, task: Task, shared: Update) -> None:
+    """The rule; checksums of what comes from the disk and goes there are taken while it is in the cache."""
+    chunks = stored.moving(runtime, task)
+    stored.confirm(runtime, chunks)
+    _rule(runtime, task, shared)
+    if runtime.model.plan.placement.state == "disk":
+        stored.vouch(runtime, task.block, chunks)
+
+
+def _rule(runtime: Runtime, task: Task, shared: Update) -> None:
     model, block = runtime.model, runtime.model.blocks[task.block]
     plane_bytes = model.plane_bytes[task.block]
     start, size = (0, plane_bytes) if task.part < 0 else model.chunks(task.block)[task.part]
@@ -470,6 +479,8 @@ def cast(runtime: Runtime, task: Task) -> None:
     resident = task.find(BufferKind.STATE)
     source = resident or task.find(BufferKind.MASTER_CHUNK) or task.get(BufferKind.STATE_CHUNK)
     base = start if resident else 0
+    if task.find(BufferKind.MASTER_CHUNK):
+        stored.confirm(runtime, stored.moving(runtime, task))
     target, types = task.get(BufferKind.WEIGHTS), model.types
     item = ITEMSIZE[types.master]
     for entry, skip, length in _segments(runtime.plane_layouts[task.block].entries, start, size):
@@ -480,56 +491,6 @@ def cast(runtime: Runtime, task: Task) -> None:
 
 
 # Disk
-
-
-def read_state(runtime: Runtime, task: Task) -> None:
-    """Some chunks of every plane, or one of the master plane alone, from their slots; always verified."""
-    if task.find(BufferKind.STATE) or task.find(BufferKind.STATE_CHUNK):
-        runtime.store.read_many(task.block, _stored(runtime, task))
-        return
-    start, size = runtime.model.chunks(task.block)[task.part]
-    master = task.find(BufferKind.MASTER_CHUNK)
-    place, base = (master, 0) if master else (task.get(BufferKind.WEIGHTS), start)
-    runtime.store.read(task.block, task.part, runtime.arena.view(place.offset + base, size))
-
-
-def write_state(runtime: Runtime, task: Task) -> None:
-    """Some chunks of every plane to the block's slot; the first begins the update, the last ends it."""
-    store = runtime.writable
-    if task.part == 0:
-        store.begin(task.block)
-    store.write_many(task.block, _stored(runtime, task))
-    if task.parts[-1] == store.layout.pieces(task.block) - 1:
-        store.end(task.block)
-
-
-def write_snapshot(runtime: Runtime, task: Task) -> None:
-    """The same chunks of every plane to the snapshot under way."""
-    for index, view in _stored(runtime, task):
-        runtime.snapshot.write(task.block, index, view)
-
-
-def _stored(runtime: Runtime, task: Task) -> list[tuple[int, memoryview]]:
-    """(index in the store's layout, bytes) of the task's chunks of every plane; of a plane that is laid
-    out otherwise than the masters, all chunks with their first."""
-    model, layout = runtime.model, runtime.store.layout
-    chunks, masters = model.chunks(task.block), model.plane_bytes[task.block]
-    resident = task.find(BufferKind.STATE)
-    place = resident or task.get(BufferKind.STATE_CHUNK)
-    at, found = place.offset, []
-    for plane, total in enumerate(model.plane_sizes[task.block]):
-        if total == masters:
-            for part in task.parts:
-                start, size = chunks[part]
-                where = at + (start if resident else 0)
-                found.append((layout.index(task.block, plane, part), runtime.arena.view(where, size)))
-        elif task.parts[0] == 0:
-            first = layout.index(task.block, plane, 0)
-            for index in range(first, first + layout.pieces(task.block, plane)):
-                chunk = layout.chunks(task.block)[index]
-                found.append((index, runtime.arena.view(at + chunk.start, chunk.bytes)))
-        at += total if resident or total != masters else chunks[task.parts[0]][1]
-    return found
 
 
 def commit(runtime: Runtime, task: Task) -> None:
@@ -599,11 +560,12 @@ def _over_link(kind: BufferKind, send: bool) -> Body:
 
 
 BODIES: dict[TaskKind, Body] = {
-    TaskKind.READ_STATE: read_state,
+    TaskKind.READ_STATE: stored.read_state,
+    TaskKind.READ_VERIFIED: stored.read_verified,
     TaskKind.READ_WEIGHTS: _transfer(BufferKind.WEIGHTS, write=False),
     TaskKind.READ_GRADIENT: _transfer(BufferKind.GRADIENT_CHUNK, write=False),
     TaskKind.READ_INPUT: _transfer(BufferKind.INPUT, write=False),
-    TaskKind.WRITE_STATE: write_state,
+    TaskKind.WRITE_STATE: stored.write_state,
     TaskKind.WRITE_WEIGHTS: _transfer(BufferKind.WEIGHTS, write=True),
     TaskKind.WRITE_GRADIENT: _transfer(BufferKind.GRADIENT_CHUNK, write=True),
     TaskKind.WRITE_INPUT: _transfer(BufferKind.INPUT, write=True),
@@ -630,7 +592,7 @@ BODIES: dict[TaskKind, Body] = {
     TaskKind.EXPERTS_BACKWARD: experts_backward,
     TaskKind.READ_ROUTED: _transfer(BufferKind.ROUTED, write=False),
     TaskKind.WRITE_ROUTED: _transfer(BufferKind.ROUTED, write=True),
-    TaskKind.WRITE_SNAPSHOT: write_snapshot,
+    TaskKind.WRITE_SNAPSHOT: stored.write_snapshot,
     TaskKind.SNAPSHOT: snapshot,
     TaskKind.PART_SCORE: vocabulary.part_score,
     TaskKind.PART_GRADIENT: vocabulary.part_gradient,

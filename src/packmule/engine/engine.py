@@ -181,6 +181,7 @@ class Engine:
             store.rechunk(chunk, aligned_buffer(max(chunk, store.layout.chunk_bytes)))
         self._pending = None
         self._committed = True
+        self._state((), ())
         return self._run("load", stopping=stopping)
 
     def step(
@@ -406,7 +407,10 @@ class Engine:
 
     def _run(self, name: str, **arguments: Any) -> Timeline:
         self._running = self.programs[name]
-        return self._running.run(**arguments)
+        timeline = self._running.run(**arguments)
+        if self.runtime.state.unverified:
+            raise RuntimeError(f"{name}: what was read has not been verified")
+        return timeline
 
     @contextmanager
     def _changing(self) -> Iterator[None]:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from packmule.checkpoint.head import Progress
-from packmule.checkpoint.reader import StateReader
+from packmule.checkpoint.reader import Place, StateReader
 from packmule.checkpoint.snapshots import SnapshotWriter, rotate, snapshot_path
 from packmule.checkpoint.store import StateStore
 from packmule.errors import DiskError
@@ -87,6 +87,8 @@ class StepState:
         progress: what a commit in this graph records.
         ahead: in a graph that speculates, the step under way.
         validated: that step needed no clipping and is durable.
+        unverified: by place in the arena, the chunks of state that were read and not summed yet.
+        sums: by block and chunk, what updated state sums to that is not stored yet.
         position, positions: tokens in the cache so far and at most, when generating.
         losses: per micro-batch, (sum of losses, targets).
         balance: the load-balancing loss, not multiplied by its factor; None where there is none.
@@ -105,6 +107,8 @@ class StepState:
     progress: Progress | None = None
     ahead: Ahead | None = None
     validated: bool = False
+    unverified: dict[int, Place] = field(default_factory=dict)
+    sums: dict[tuple[int, int], int] = field(default_factory=dict)
     position: int = 0
     positions: int = 0
     losses: dict[int, tuple[float, int]] = field(default_factory=dict)

@@ -279,7 +279,9 @@ class Emitter:
         for part, (_, size) in enumerate(self.model.chunks(block)):
             slot = self.resident(BufferKind.SLOT, Tier.SLOTS, block, part)
             if not self.model.casts:
-                stream.append(Piece(self._read(TaskKind.READ_STATE, size, slot, target, block, part), None))
+                stream.append(
+                    Piece(self._read(TaskKind.READ_VERIFIED, size, slot, target, block, part), None)
+                )
                 continue
             chunk = self.ram(BufferKind.MASTER_CHUNK, size, block, part=part)
             stream.append(
@@ -408,6 +410,8 @@ class Emitter:
         # A rule that needs all of a tensor looks at gradient and masters before.
         planes = 3 if self.model.whole_updates else len(self.model.planes)
         moved = size * (2 * planes + 1.5)
+        if self.model.plan.placement.state == "disk":
+            moved += size * len(self.model.planes)  # what is read and what is stored is summed
         self.core_task(kind, self.costs.compute(moved=moved), reads, writes, block, part=part)
 
     def store_weights(self, block: int, source: int) -> Op:
@@ -429,7 +433,7 @@ class Emitter:
             slot = self.resident(BufferKind.SLOT, Tier.SLOTS, block, part)
             copy = self.resident(BufferKind.COPY, Tier.SNAPSHOT, block, part)
             chunk = self.ram(BufferKind.STATE_CHUNK, total, block, part=part)
-            read = self._read(TaskKind.READ_STATE, total, slot, chunk, block, part)
+            read = self._read(TaskKind.READ_VERIFIED, total, slot, chunk, block, part)
             write = partial(self.disk_task, TaskKind.WRITE_SNAPSHOT, total, [chunk], [copy], block, part=part)
             stream.append(Piece(read, write))
         return stream

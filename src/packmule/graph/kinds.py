@@ -18,7 +18,7 @@ class Tier(IntEnum):
 class TaskKind(IntEnum):
     """What a task does; the engine holds one body per kind."""
 
-    READ_STATE = 0
+    READ_STATE = 0  # verified by the task that takes it
     READ_WEIGHTS = 1
     READ_GRADIENT = 2
     READ_INPUT = 3
@@ -62,6 +62,7 @@ class TaskKind(IntEnum):
     RECEIVE_ROUTED = 41
     UPDATE_AHEAD = 42  # before the clip factor is known, as if nothing were clipped
     VALIDATE = 43  # commit what was updated ahead, or drop it
+    READ_VERIFIED = 44  # state that no task of the cores takes next
 
 
 COMPUTE = frozenset(

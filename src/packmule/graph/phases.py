@@ -44,7 +44,7 @@ def _loaded(emitter: Emitter, block: int) -> Visit:
             where = emitter.ram(BufferKind.STATE_CHUNK, total, block, part=parts.start)
 
         def read(s: int = total, a: list[int] = slots, b: int = where, p: int = parts.start) -> None:
-            emitter.disk_task(TaskKind.READ_STATE, s, a, [b], block, part=p)
+            emitter.disk_task(TaskKind.READ_VERIFIED, s, a, [b], block, part=p)
 
         def cast(a: int = where, every: range = parts) -> None:
             if target is not None:

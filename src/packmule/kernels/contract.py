@@ -240,6 +240,9 @@ class Kernels(Protocol):
     def crc32c(self, buffer: Buffer, value: int = 0) -> int:
         """CRC-32C (Castagnoli; RFC 3720) of a contiguous buffer, going on from `value`."""
 
+    def crc32c_wide(self, buffer: Buffer) -> int:
+        """Like `crc32c` from 0 on, by all threads."""
+
     def crc32c_address(self, address: int, nbytes: int, value: int = 0) -> int:
         """Like `crc32c`, of nbytes bytes at an address the caller keeps alive."""
 

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 ISAS = ("avx512", "avx2", "scalar")
 """Widest first."""
 
-ABI = 7
+ABI = 8
 CODES = {"float32": 0, "bfloat16": 1, "float64": 2}
 
 _P, _I, _L, _D = ctypes.c_void_p, ctypes.c_int, ctypes.c_int64, ctypes.c_double
@@ -84,6 +84,7 @@ def open_library() -> ctypes.CDLL:
     library.pm_runs.argtypes = [ctypes.c_char_p]
     library.pm_crc32c.argtypes = [_P, ctypes.c_size_t, ctypes.c_uint32, _I]
     library.pm_crc32c.restype = ctypes.c_uint32
+    library.pm_crc32c_wide.argtypes = [_P, _P, ctypes.c_size_t, _I, _P]
     library.pm_transfers_create.argtypes, library.pm_transfers_create.restype = [_I], _P
     library.pm_transfers_destroy.argtypes, library.pm_transfers_destroy.restype = [_P], None
     library.pm_transfers_ring.argtypes = [_P]
@@ -143,6 +144,7 @@ class NativeKernels:
             function.argtypes = [_P, *arguments]
             self._functions[name] = function
         self._crc = library.pm_crc32c
+        self._functions["crc32c_wide"] = library.pm_crc32c_wide
         self._pool = library.pm_create(threads, team)
         if not self._pool:
             raise ValueError(f"cannot start {threads} threads")
@@ -355,6 +357,12 @@ class NativeKernels:
 
     def crc32c_address(self, address: int, nbytes: int, value: int = 0) -> int:
         return int(self._crc(address, nbytes, value, self.isa == "scalar"))
+
+    def crc32c_wide(self, buffer: Buffer) -> int:
+        data, found = np.frombuffer(memoryview(buffer).cast("B"), dtype=np.uint8), ctypes.c_uint32()
+        place = (data.ctypes.data, data.size, self.isa == "scalar", ctypes.byref(found))
+        self._call("crc32c_wide", *place)
+        return found.value
 
     def fill(self, address: int, nbytes: int, byte: int) -> None:
         ctypes.memset(address, checks.byte(byte), nbytes)

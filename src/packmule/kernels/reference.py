@@ -295,6 +295,9 @@ class TorchKernels:
     def crc32c(self, buffer: Buffer, value: int = 0) -> int:
         return crc.crc32c(buffer, value)
 
+    def crc32c_wide(self, buffer: Buffer) -> int:
+        return self.crc32c(buffer)
+
     def crc32c_address(self, address: int, nbytes: int, value: int = 0) -> int:
         return crc.crc32c((ctypes.c_ubyte * nbytes).from_address(address), value) if nbytes else value
 

@@ -97,12 +97,12 @@ class DeadlineDisk:
         with self._waiting(handle.path, f"writing {size:,} bytes at {offset:,}", size):
             self._disk.write(handle, buffer, offset)
 
-    def read_summed(self, handle: Handle, spans: Sequence[Span], checksum: Checksum) -> list[int]:
+    def read_summed(self, handle: Handle, spans: Sequence[Span], checksum: Checksum | None) -> list[int]:
         size = sum(span.buffer.nbytes for span in spans)
         with self._waiting(handle.path, f"reading {size:,} bytes at {spans[0].offset:,}", size):
             return self._disk.read_summed(handle, spans, checksum)
 
-    def write_summed(self, handle: Handle, spans: Sequence[Span], checksum: Checksum) -> list[int]:
+    def write_summed(self, handle: Handle, spans: Sequence[Span], checksum: Checksum | None) -> list[int]:
         size = sum(span.buffer.nbytes for span in spans)
         with self._waiting(handle.path, f"writing {size:,} bytes at {spans[0].offset:,}", size):
             return self._disk.write_summed(handle, spans, checksum)

@@ -74,11 +74,11 @@ class Disk(Protocol):
     def write(self, handle: Handle, buffer: memoryview, offset: int) -> None:
         """Write all of `buffer` at byte `offset`."""
 
-    def read_summed(self, handle: Handle, spans: Sequence[Span], checksum: Checksum) -> list[int]:
-        """Fill every span; what each sums to. Errors as of `read_into`."""
+    def read_summed(self, handle: Handle, spans: Sequence[Span], checksum: Checksum | None) -> list[int]:
+        """Fill every span; what each sums to (nothing without a checksum). Errors as of `read_into`."""
 
-    def write_summed(self, handle: Handle, spans: Sequence[Span], checksum: Checksum) -> list[int]:
-        """Write every span; what each summed to before it was written."""
+    def write_summed(self, handle: Handle, spans: Sequence[Span], checksum: Checksum | None) -> list[int]:
+        """Write every span; what each summed to before it was written (nothing without a checksum)."""
 
     def sync(self, handle: Handle) -> None:
         """Make the file's contents and size durable (fdatasync)."""
@@ -124,21 +124,23 @@ class Disk(Protocol):
         """Bytes this user can still write to the file system that holds `path`."""
 
 
-def read_in_turn(disk: Disk, handle: Handle, spans: Sequence[Span], checksum: Checksum) -> list[int]:
+def read_in_turn(disk: Disk, handle: Handle, spans: Sequence[Span], checksum: Checksum | None) -> list[int]:
     """`read_summed` from the plain transfers of a disk: one after the other."""
     sums = []
     for span in spans:
         disk.read_into(handle, span.buffer, span.offset)
-        sums.append(checksum(span.buffer))
+        if checksum:
+            sums.append(checksum(span.buffer))
     return sums
 
 
-def write_in_turn(disk: Disk, handle: Handle, spans: Sequence[Span], checksum: Checksum) -> list[int]:
+def write_in_turn(disk: Disk, handle: Handle, spans: Sequence[Span], checksum: Checksum | None) -> list[int]:
     """`write_summed` likewise."""
     sums = []
     for span in spans:
         # Summed before the write: what a faulty disk does to it must show.
-        sums.append(checksum(span.buffer))
+        if checksum:
+            sums.append(checksum(span.buffer))
         disk.write(handle, span.buffer, span.offset)
     return sums
 
@@ -261,15 +263,15 @@ class PosixDisk:
                 raise _explain(handle.path, "write", refused, len(view) - done)
             done += put
 
-    def read_summed(self, handle: Handle, spans: Sequence[Span], checksum: Checksum) -> list[int]:
+    def read_summed(self, handle: Handle, spans: Sequence[Span], checksum: Checksum | None) -> list[int]:
         if not _native(checksum):
             return read_in_turn(self, handle, spans, checksum)
-        return self._move(handle, spans, write=False)
+        return self._move(handle, spans, write=False, summed=checksum is not None)
 
-    def write_summed(self, handle: Handle, spans: Sequence[Span], checksum: Checksum) -> list[int]:
+    def write_summed(self, handle: Handle, spans: Sequence[Span], checksum: Checksum | None) -> list[int]:
         if not _native(checksum):
             return write_in_turn(self, handle, spans, checksum)
-        return self._move(handle, spans, write=True)
+        return self._move(handle, spans, write=True, summed=checksum is not None)
 
     def _many_blocks(self, view: memoryview) -> bool:
         """Whether some of its blocks can be under way at once."""
@@ -404,8 +406,10 @@ def _checked(handle: Handle, buffer: memoryview, offset: int) -> memoryview:
     return view
 
 
-def _native(checksum: Checksum) -> bool:
+def _native(checksum: Checksum | None) -> bool:
     """Whether the native library computes it, and so can on the way."""
+    if checksum is None:
+        return library_path() is not None
     return isinstance(getattr(checksum, "__self__", None), NativeKernels)
 
 
