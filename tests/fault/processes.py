@@ -57,11 +57,20 @@ class Result:
 
 
 class Running:
-    """A started command, its events read as they come. Use as a context manager."""
+    """A started command, its events read as they come. Use as a context manager.
 
-    def __init__(self, command: list[str], variables: Mapping[str, str]) -> None:
+    Args:
+        folder: its working directory, if not this process's.
+    """
+
+    def __init__(self, command: list[str], variables: Mapping[str, str], folder: Path | None = None) -> None:
         self.process = subprocess.Popen(
-            command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=dict(variables)
+            command,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=dict(variables),
+            cwd=folder,
         )
         self.events: list[Event] = []
         self._queue: queue.Queue[Event | None] = queue.Queue()
