@@ -314,21 +314,43 @@ def _brief(how: str) -> str:
     return how.split(" (")[0].split("; ")[0]
 
 
+def _in_short(plan: Plan, beside: Plan) -> str:
+    """A plan's decisions in a line; the lesser ones where they are not those of `beside`."""
+    place = plan.placement
+    parts = [
+        plan.update,
+        f"state {place.state}, weights {place.weights}, gradients {place.gradients}",
+        f"{_count(sum(plan.recompute), 'layer')} recomputed",
+        f"{'+'.join(map(str, plan.numerics.micro_rows))} rows",
+    ]
+    lesser = [_lesser(one) for one in (plan, beside)]
+    return ", ".join(parts + [here for here, there in zip(*lesser, strict=True) if here != there])
+
+
+def _lesser(plan: Plan) -> tuple[str, ...]:
+    """The same decisions of every plan, each in words."""
+    place, numerics = plan.placement, plan.numerics
+    return (
+        "updates made ahead" if plan.speculate else "no updates ahead",
+        f"inputs {place.inputs}",
+        f"weights of {_count(place.kept_weights, 'block')} kept",
+        f"state of {_count(place.kept_state, 'block')} kept",
+        f"{plan.order} first",
+        f"vocabulary in {_count(numerics.vocabulary_parts, 'part')}",
+        f"loss of {_count(numerics.loss_chunk, 'token')} at once",
+    )
+
+
 def others(found: Found) -> Table:
-    """The next best that fit."""
-    rows = []
-    for other in found.runners_up[:3]:
-        if other.predicted is None:
+    """The next best that fit, each unlike the plan and the others before it by more than its streams' cut."""
+    rows, said = [], {_in_short(found.plan, found.plan)}
+    for other in found.runners_up:
+        how = _in_short(other, found.plan)
+        if other.predicted is None or how in said:
             continue
-        place, rows_at_once = other.placement, "+".join(map(str, other.numerics.micro_rows))
-        parts = (
-            other.update,
-            f"state {place.state}, weights {place.weights}, gradients {place.gradients}",
-            f"{_count(sum(other.recompute), 'layer')} recomputed",
-            f"{rows_at_once} rows",
-        )
+        said.add(how)
         seconds, ram = other.predicted.step_seconds, other.predicted.peak_ram_bytes
-        rows.append((format_seconds(seconds), format_bytes(ram), ", ".join(parts)))
+        rows.append((format_seconds(seconds), format_bytes(ram), how))
     searched = (
         f"{found.possible:,} plans possible, {found.bounded:,} cannot fit, "
         f"{found.simulated:,} simulated task by task"
