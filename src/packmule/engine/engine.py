@@ -148,7 +148,7 @@ class Engine:
         make = run_graphs if needs.training else inference_graphs
         makers = make(model, costs, needs.mean_length, needs.evaluation_rows, needs.sample_tokens)
         bodies = BODIES if modules is None else {**BODIES, **MODULE_BODIES}
-        extents = extents_of(makers.values())
+        extents = extents_of(make() for make in makers.values())
         self.arena = Arena(extents[Tier.RAM])
         self.runtime = Runtime(
             model,

@@ -80,11 +80,10 @@ def run_graphs(
     return found
 
 
-def extents_of(makers: Iterable[Maker]) -> dict[Tier, int]:
-    """Bytes of each tier that the largest graph spans. One graph at a time is there."""
+def extents_of(graphs: Iterable[StepGraph]) -> dict[Tier, int]:
+    """Bytes of each tier that the largest graph spans. They are asked for one at a time."""
     most = dict.fromkeys(Tier, 0)
-    for make in makers:
-        graph = make()
+    for graph in graphs:
         most = {tier: max(size, graph.extent(tier)) for tier, size in most.items()}
     return most
 

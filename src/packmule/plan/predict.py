@@ -117,19 +117,23 @@ def predict(situation: Situation, plan: Plan) -> Predicted:
     and its memory that of the largest."""
     makers = graphs(situation, plan)
     groups = len(PlannedModel(situation.shape, plan).groups)
-    extents = extents_of(makers.values())
-    arena, disk, slots = extents[Tier.RAM], extents[Tier.DISK], 2 * extents[Tier.SLOTS]
     every = {name: make() for name, make in makers.items() if ", group " not in name}
+    extents, counted = [extents_of(every.values())], set(every)
     turns: list[Predicted] = []
     for group in range(groups):
         suffix = grouped("", group)
         found = {name: make for name, make in makers.items() if name.endswith(suffix)}
+        # Graphs of groups are not kept, and each takes long to make.
         steps = {name.removesuffix(suffix): make() for name, make in found.items()}
+        extents.append(extents_of(steps.values()))
+        counted |= set(found)
         lines = {name: simulate(graph) for name, graph in steps.items()}
         turns.append(_times(plan, steps, lines, 0, ()))
         most = every.get("step")
         if most is None or steps["step"].extent(Tier.RAM) > most.extent(Tier.RAM):
             every |= steps
+    extents.append(extents_of(make() for name, make in makers.items() if name not in counted))
+    arena, disk, slots = (max(sizes[t] for sizes in extents) for t in (Tier.RAM, Tier.DISK, Tier.SLOTS))
     timelines = {name: simulate(graph) for name, graph in every.items()}
     held = held_bytes(situation.shape, plan, every.values())
     outside = outside_bytes(situation.shape, plan, every.values())
@@ -144,12 +148,12 @@ def predict(situation: Situation, plan: Plan) -> Predicted:
         used = sum(parts.values())
         parts = {"baseline": base, **parts, "unused arena": max(0, arena - used)}
         parts |= {"compiled kernels and objects": held, "workspace": outside - held}
-        phases.append(_phase(phase, parts, slots + disk))
+        phases.append(_phase(phase, parts, 2 * slots + disk))
     loading = next(phase for phase in phases if phase.phase == "load")
     phases.append(loading.model_copy(update={"phase": "resume"}))
     export = {"baseline": base, "unused arena": arena}
     export |= {"compiled kernels and objects": held, "workspace": outside - held}
-    phases.append(_phase("export", export, slots + disk + 4 * situation.shape.numel))
+    phases.append(_phase("export", export, 2 * slots + disk + 4 * situation.shape.numel))
     whole = _times(plan, every, timelines, base + arena + outside, tuple(phases))
     return _mean(whole, turns) if turns else whole
 

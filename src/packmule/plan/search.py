@@ -94,8 +94,12 @@ def search(situation: Situation) -> Found:
     return replace(found, unbounded=free.plan)
 
 
-def _search(situation: Situation, simulations: int = SIMULATIONS) -> Found | None:
-    """Look closely at the most promising candidates; complete the fastest whose phases all fit."""
+def _search(situation: Situation, simulations: int = SIMULATIONS, known: Plan | None = None) -> Found | None:
+    """Look closely at the most promising candidates; complete the fastest whose phases all fit.
+
+    Args:
+        known: a candidate that fits. Where few do, those that only seem to would all be simulated to find it.
+    """
     room = situation.budget_bytes - baseline(situation) - STAGING_BYTES
     possible = 0
     order: list[_Ranked] = []
@@ -106,6 +110,9 @@ def _search(situation: Situation, simulations: int = SIMULATIONS) -> Found | Non
         busy = seconds_bound(situation.shape, plan, situation.costs, situation.mean_length)
         order.append(_Ranked(busy.estimate, len(order), max(busy), plan))
     order.sort(key=lambda item: item[:2])
+    if known is not None:
+        known = known.model_copy(update={"budget_bytes": situation.budget_bytes})
+        order.sort(key=lambda item: item.plan != known)
     complete: list[Plan] = []
     simulated = 0
     # A step that fits may have a phase beside it that does not: then the next candidates are looked at.
@@ -293,10 +300,10 @@ def leanest(situation: Situation) -> tuple[Plan, int]:
 
 def _refusal(situation: Situation) -> DoesNotFit:
     """How much is missing, and up to three changes that would fit: more memory, then others."""
-    _, needed = leanest(situation)
+    lean, needed = leanest(situation)
     smaller = None if situation.fixed else situation.smaller()
     ways = []
-    roomy = _search(replace(situation, budget_bytes=_rounded(needed)), FEW)
+    roomy = _search(replace(situation, budget_bytes=_rounded(needed)), FEW, lean)
     if roomy is not None:
         ways.append(_way(f"--ram {_typed(_rounded(needed))}", roomy))
     changes = changes_of(situation, smaller)
@@ -348,11 +355,11 @@ def _partial_ways(situation: Situation, changes: Changes, needed: int) -> list[s
             break
         chosen = min(offered, key=lambda names: offered[names])
         changed = _changed(situation, changes, chosen)
-        _, least = leanest(changed)
+        lean, least = leanest(changed)
         if least > needed - WORTH_SAVING * max(0, needed - baseline(situation)):
             break
         needed = least
-        found = _search(replace(changed, budget_bytes=_rounded(least)), FEW)
+        found = _search(replace(changed, budget_bytes=_rounded(least)), FEW, lean)
         if found is not None:
             ways.append(_way(f"{' '.join(chosen)} --ram {_typed(_rounded(least))}", found))
     return ways
