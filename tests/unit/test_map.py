@@ -33,6 +33,7 @@ TORCH_FREE = (
     "train.bar",
     "train.commands",
     "train.data",
+    "train.devices",
     "train.export",
     "train.folder",
     "train.jobs",

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from packmule.spec.hardware import DiskSpeed, Hardware
+from packmule.spec.hardware import DeviceSpeed, DiskSpeed, Hardware
 
 ATTENTION_SHARE = 0.4
 """Attention's speed as a share of a large matmul's: its products are small and its softmax
@@ -52,8 +52,18 @@ class Costs:
     device: DeviceCosts | None = None
 
     @classmethod
-    def of(cls, hardware: Hardware, product: str, disk: DiskSpeed) -> Costs:
-        """Rates for one dtype of products."""
+    def of(
+        cls, hardware: Hardware, product: str, disk: DiskSpeed, device: DeviceSpeed | None = None
+    ) -> Costs:
+        """Rates for one dtype of products.
+
+        Args:
+            device: what computes instead of the cores.
+        """
+        if device is not None:
+            return replace(
+                cls.of(hardware, product, disk), device=_device_costs(hardware, product, disk, device)
+            )
         matmul = hardware.matmul_rate(product)
         return cls(
             matmul_flops=matmul,
@@ -82,3 +92,13 @@ class Costs:
     def write(self, size: int) -> float:
         """Seconds to write bytes to disk."""
         return size / self.write_bytes + self.task_seconds
+
+
+def _device_costs(hardware: Hardware, product: str, disk: DiskSpeed, device: DeviceSpeed) -> DeviceCosts:
+    rates = {
+        "matmul": device.matmul,
+        "memory_bytes_per_second": device.memory_bytes_per_second,
+        "task_seconds": device.task_seconds,
+    }
+    compute = Costs.of(hardware.model_copy(update=rates), product, disk)
+    return DeviceCosts(compute, device.send_bytes_per_second, device.receive_bytes_per_second)

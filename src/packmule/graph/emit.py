@@ -12,7 +12,7 @@ from functools import partial
 
 from packmule.graph.builder import GraphBuilder
 from packmule.graph.costs import Costs
-from packmule.graph.kinds import COMPUTE, SECOND, BufferKind, TaskKind, Tier
+from packmule.graph.kinds import COMPUTE, SECOND, UPDATES, BufferKind, TaskKind, Tier
 from packmule.graph.model import PlannedModel
 from packmule.graph.step import StepGraph
 from packmule.graph.traffic import RECEIVES, SENDS
@@ -92,9 +92,7 @@ class Emitter:
         """The graph of everything emitted."""
         plan = self.model.plan
         overlapped = COMPUTE if plan.io.prefetch else ()
-        alternating = (
-            () if plan.device is None or not plan.io.prefetch else (*SENDS, *RECEIVES, TaskKind.UPDATE)
-        )
+        alternating = () if plan.device is None or not plan.io.prefetch else (*SENDS, *RECEIVES, *UPDATES)
         return self.builder.build(self.start, overlapped, alternating)
 
     # Buffers

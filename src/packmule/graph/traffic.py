@@ -44,3 +44,13 @@ def link_traffic(graph: StepGraph) -> tuple[int, int]:
     """(sent, received) bytes of one execution between RAM and a device."""
     sent = graph.moved[np.isin(graph.kind, SENDS)].sum()
     return int(sent), int(graph.moved[np.isin(graph.kind, RECEIVES)].sum())
+
+
+def busy_seconds(graph: StepGraph, seconds: np.ndarray) -> dict[str, float]:
+    """Seconds that tasks keep each resource busy.
+
+    Args:
+        seconds: float64 [tasks], durations.
+    """
+    homes = graph.uses.values[graph.uses.starts[:-1]]
+    return {name: float(seconds[homes == index].sum()) for index, name in enumerate(graph.resources)}

@@ -16,7 +16,7 @@ from packmule.shapes.layout import TensorSpec, layout
 from packmule.shapes.model import ModelShape
 from packmule.shapes.module import Shape
 from packmule.shapes.state import state_bytes
-from packmule.spec.plan import Numerics, Plan, RuleName
+from packmule.spec.plan import Numerics, Placement, Plan, RuleName
 
 HARD_TO_HIDE = 0.1
 """Share of the disk's time beside the cores that is taken to be exposed all the same."""
@@ -52,6 +52,27 @@ def _sizes(shape: Shape, precision: str, rule: RuleName) -> Sizes:
 
 def ram_bound(shape: Shape, plan: Plan) -> int:
     """Bytes of the arena that no arrangement of this plan's buffers can avoid."""
+    if plan.device is None:
+        return _memory_bound(shape, plan)
+    sizes, place = Sizes.of(shape, plan.numerics), plan.placement
+    resident = sum(sizes.state) if place.state == "ram" else 0
+    held = place.gradients == "ram" and plan.update != "on-backward" and not plan.numerics.turns
+    return resident + (sum(sizes.planes) if held else max(sizes.planes) if not plan.numerics.turns else 0)
+
+
+def device_bound(shape: Shape, plan: Plan) -> int:
+    """Bytes of a device's memory that none can avoid: what a streamed plan without a device that updates on
+    the way has in RAM; and weights that stay, of which one may be those in use."""
+    inputs = "ram" if plan.placement.inputs == "device" else "disk"
+    place = Placement(state="disk", weights="state", gradients=plan.placement.gradients, inputs=inputs)
+    alike = plan.model_copy(update={"device": None, "update": "on-backward", "placement": place})
+    model, weights = PlannedModel(shape, plan), Sizes.of(shape, plan.numerics).weights
+    stay = [weights[block] for block in range(len(weights)) if model.on_device(block)]
+    users = 2 * max(weights)  # a tied head reads the embedding's too
+    return max(0, _memory_bound(shape, alike) - (users if stay else 0)) + sum(stay)
+
+
+def _memory_bound(shape: Shape, plan: Plan) -> int:
     types, place, numerics = bodies.dtypes(plan.numerics), plan.placement, plan.numerics
     model, sizes = PlannedModel(shape, plan), Sizes.of(shape, numerics)
     shape = model.shape
@@ -157,10 +178,11 @@ def _bytes(make: Callable[..., tuple[TensorSpec, ...]], *arguments: Hashable) ->
 
 
 class Busy(NamedTuple):
-    """Seconds that a step's resources are busy; no step is shorter than either of the first two.
+    """Seconds that a step's resources are busy; no step is shorter than any.
 
     Attributes:
         cores, disk: each in all.
+        device, link: a device's computation, and the busier direction of its link; the cores update then.
         alone: of the disk's, those in which the cores have little to do: transfers of updates after the
             last backward, or of more than is read ahead; or all, where nothing is fetched ahead.
     """
@@ -168,12 +190,15 @@ class Busy(NamedTuple):
     cores: float
     disk: float
     alone: float
+    device: float = 0.0
+    link: float = 0.0
 
     @property
     def estimate(self) -> float:
         """What a step may take, to order plans by."""
         hidden = self.disk - self.alone
-        return self.alone + max(self.cores, hidden) + HARD_TO_HIDE * hidden
+        busiest = max(self.cores, self.device, self.link, hidden)
+        return self.alone + busiest + HARD_TO_HIDE * (hidden + self.link)
 
 
 def _shares(groups: tuple[tuple[int, ...], ...], blocks: int) -> tuple[list[float], list[float]]:
@@ -195,7 +220,9 @@ def seconds_bound(shape: Shape, plan: Plan, costs: Costs, mean_length: float) ->
     openings = [block.index for block in shape.blocks() if block.kind == "layer"]
     twice = plan.update == "on-backward" and numerics.clip is not None
     passed, trained = _shares(model.groups, len(sizes.planes))
-    cores = 0.0
+    cores, cpu = 0.0, costs
+    if plan.device is not None and costs.device is not None:
+        costs = costs.device.compute
     for tokens in numerics.micro_tokens:
 
         def seconds(kind: TaskKind, block: int, tokens: int = tokens) -> float:
@@ -243,7 +270,9 @@ def seconds_bound(shape: Shape, plan: Plan, costs: Costs, mean_length: float) ->
         sum(share * size for share, size in zip(trained, per_block, strict=True))
         for per_block in (sizes.planes, sizes.state)
     )
-    cores += costs.compute(moved=2 * state + 1.5 * total)
+    update = cpu.compute(moved=2 * state + 1.5 * total)
+    device, cores = (0.0, cores + update) if plan.device is None else (cores, update)
+    costs = cpu
     # Layers are fetched twice a pass, embedding and head once, parts of the head's matrix twice but for
     # the last of them; for on-fetch an update serves the first.
     passes = 1 if plan.order == "breadth" else len(numerics.micro_rows)
@@ -254,6 +283,15 @@ def seconds_bound(shape: Shape, plan: Plan, costs: Costs, mean_length: float) ->
             times[block] += (2 if model.cut else 1) * passes
     if model.cut:
         times[model.head_parts[-1]] -= passes
+
+    link = 0.0
+    if plan.device is not None and costs.device is not None:
+        stay = [model.on_device(block) for block in range(len(sizes.planes))]
+        reads = [
+            share if here else count + 1 for here, share, count in zip(stay, trained, times, strict=True)
+        ]
+        sent = sum(count * size for count, size in zip(reads, sizes.weights, strict=True))
+        link = max(costs.device.send(int(sent)), costs.device.receive(int(total)))
 
     def seconds_on_disk(read: float, written: float) -> float:
         return read / costs.read_bytes + written / costs.write_bytes
@@ -274,15 +312,16 @@ def seconds_bound(shape: Shape, plan: Plan, costs: Costs, mean_length: float) ->
         read, written = read + moved, written + moved
     disk = seconds_on_disk(read, written)
     if plan.io.prefetch == 0:
-        return Busy(cores, disk, disk)
+        return Busy(cores, disk, disk, device, link)
     late = updating = seconds_on_disk(late_read, late_written)
     if plan.update != "after-backward":
         late *= 1 - min(1.0, plan.io.read_ahead / covering(plan, sizes))
     if plan.update == "on-fetch" and not plan.speculate:
         # Updates hide behind forward alone, a third of the computation, or a fourth where it runs twice.
-        forward = cores / (3 + sum(plan.recompute) / len(plan.recompute))
+        computing = cores if plan.device is None else device
+        forward = computing / (3 + sum(plan.recompute) / len(plan.recompute))
         late = max(late, updating - forward)
-    return Busy(cores, disk, late)
+    return Busy(cores, disk, late, device, link)
 
 
 def covering(plan: Plan, sizes: Sizes) -> int:

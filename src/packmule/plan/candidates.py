@@ -12,7 +12,7 @@ from packmule.shapes.layout import ITEMSIZE
 from packmule.shapes.model import ModelShape
 from packmule.shapes.module import ModuleShape, Shape
 from packmule.shapes.state import STATES
-from packmule.spec.plan import Io, Numerics, Placement, Plan, Precision, Update
+from packmule.spec.plan import DevicePlan, Io, Numerics, Placement, Plan, Precision, Update
 
 LOSS_CHUNKS = (512, 128)
 PART_BYTES = (16 << 20, 64 << 20)
@@ -102,8 +102,9 @@ def placements(situation: Situation, update: Update, numerics: Numerics) -> list
     cut = numerics.vocabulary_parts > 1
     waits, free = cut and situation.shape.tied, cut and situation.vocabulary_parts is None
     found = []
+    near = ("ram",) if situation.device is None else ("device", "ram")
     for state, weights, gradients, inputs in product(
-        ("ram", "disk"), ("state", "ram", "disk"), ("ram", "disk"), ("ram", "disk")
+        ("ram", "disk"), ("state", "ram", "disk"), ("ram", "disk"), (*near, "disk")
     ):
         asked = (wishes.state, wishes.weights, wishes.gradients, wishes.inputs)
         if any(
@@ -182,6 +183,9 @@ def recompute_choices(layers: int, wanted: bool | None) -> list[tuple[bool, ...]
 
 def candidates(situation: Situation) -> Iterator[Plan]:
     """Plans without predictions, in a fixed order."""
+    device = None
+    if situation.device is not None:
+        device = DevicePlan(name=situation.device.name, memory_bytes=situation.device_bytes)
     for numerics, update in product(numerics_choices(situation), updates(situation)):
         sizes = Sizes.of(situation.shape, numerics)
         for placement in placements(situation, update, numerics):
@@ -193,6 +197,7 @@ def candidates(situation: Situation) -> Iterator[Plan]:
                     budget_bytes=situation.budget_bytes,
                     numerics=numerics,
                     placement=placement,
+                    device=device,
                     order=order,
                     recompute=recompute,
                     update=update,

@@ -14,7 +14,7 @@ from packmule.shapes.module import ModuleShape, Shape
 from packmule.spec.plan import Numerics, PhaseMemory, Plan, Predicted
 from packmule.spec.units import format_bytes, format_seconds, format_share
 
-_BOTTLENECK = {"cores": "compute", "disk": "disk"}
+_BOTTLENECK = {"cores": "compute", "device": "compute", "h2d": "link", "d2h": "link"}
 
 _KEPT = {
     "adamw": "master weights and AdamW moments",
@@ -44,7 +44,8 @@ def decisions(shape: Shape, plan: Plan) -> list[tuple[str, str]]:
     """(what, how) of each decision: what is computed, what lies where, when it is written."""
     numerics, place = plan.numerics, plan.placement
     sizes = Sizes.of(shape, numerics)
-    planes, weights = sum(sizes.planes), sum(sizes.weights)
+    model, planes = PlannedModel(shape, plan), sum(sizes.planes)
+    weights = sum(size for block, size in enumerate(sizes.weights) if not model.on_device(block))
     state = f"{format_bytes(sum(sizes.state))} "
     state += "in RAM" if place.state == "ram" else "on disk, streamed block by block"
     state += _kept(place.kept_state, "that are not read")
@@ -59,7 +60,7 @@ def decisions(shape: Shape, plan: Plan) -> list[tuple[str, str]]:
         gradients = f"of one group at a time, at most {format_bytes(most)} in RAM"
     elif plan.update == "on-backward":
         gradients = f"one block at a time, at most {format_bytes(max(sizes.planes))} in RAM"
-        if PlannedModel(shape, plan).halved(0):
+        if model.halved(0):
             gradients += "; the head's of the vocabulary on disk until the embedding adds its own"
     else:
         gradients = f"{format_bytes(planes)} {_where(place.gradients)}"
@@ -75,6 +76,7 @@ def decisions(shape: Shape, plan: Plan) -> list[tuple[str, str]]:
         ),
         ("state", f"{state} ({_KEPT[numerics.optimizer.rule]})"),
         *_vocabulary(shape, numerics),
+        *_device(shape, plan, sizes),
         ("weights", sources[place.weights] + _kept(place.kept_weights, "too")),
         ("gradients", gradients),
         ("activations", _activations(plan)),
@@ -92,6 +94,19 @@ def decisions(shape: Shape, plan: Plan) -> list[tuple[str, str]]:
             )
         )
     return rows
+
+
+def _device(shape: Shape, plan: Plan, sizes: Sizes) -> list[tuple[str, str]]:
+    """What computes, where that is not the cores, and which weights stay there."""
+    if plan.device is None:
+        return []
+    model = PlannedModel(shape, plan)
+    stay = [size for block, size in enumerate(sizes.weights) if model.on_device(block)]
+    text = f"{plan.device.name} computes, in {format_bytes(plan.device.memory_bytes)}; the cores update; "
+    if not stay:
+        return [("device", text + "weights are sent for each use")]
+    text += f"weights of {_count(len(stay), 'block')} ({format_bytes(sum(stay))}) stay there"
+    return [("device", text + ("" if len(stay) == len(sizes.weights) else ", others are sent for each use"))]
 
 
 def _vocabulary(shape: Shape, numerics: Numerics) -> list[tuple[str, str]]:
@@ -122,7 +137,7 @@ def _rows(shape: Shape, numerics: Numerics) -> str:
 
 
 def _where(tier: str) -> str:
-    return "in RAM" if tier == "ram" else "on disk"
+    return {"ram": "in RAM", "disk": "on disk", "device": "on the device"}[tier]
 
 
 def _kept(blocks: int, how: str) -> str:
@@ -216,10 +231,11 @@ def phases(plan: Plan) -> Table:
             _megabytes(phase.ram_bytes),
             *(_megabytes(columns[name]) for name in used),
             _megabytes(phase.disk_bytes),
+            *([_megabytes(phase.device_bytes)] if plan.device else []),
         )
         for phase, columns in found
     )
-    header = ("", "RAM", *used, "disk")
+    header = ("", "RAM", *used, "disk", *(["device"] if plan.device else []))
     notes = ["RAM: of all processes together; Python: interpreters, torch, tokenizer, before any work"]
     if "idle" in used:
         notes.append("idle: what a phase leaves unused of the one allocation that all phases share")
@@ -244,7 +260,7 @@ def times(situation: Situation, plan: Plan, steps: int | None = None) -> list[tu
     waits = predicted.exposed_io_seconds
     compute, update = format_seconds(predicted.compute_seconds), format_seconds(predicted.update_seconds)
     rest = f"{compute} compute, {update} update"
-    rest += f", {format_seconds(waits)} waiting for the disk" if waits >= 1e-6 else ""
+    rest += f", {format_seconds(waits)} waiting for {_waits(plan)}" if waits >= 1e-6 else ""
     traffic = (predicted.disk_bytes_read_per_step, predicted.disk_bytes_written_per_step)
     rows = [
         ("step", f"{format_seconds(predicted.step_seconds)}: {rest}{_clipped(predicted)}"),
@@ -254,6 +270,11 @@ def times(situation: Situation, plan: Plan, steps: int | None = None) -> list[tu
     ]
     if any(traffic) and predicted.disk_seconds >= 1e-6:
         rows[2] = (rows[2][0], f"{rows[2][1]}; the disk is busy for {format_seconds(predicted.disk_seconds)}")
+    if plan.device is not None:
+        moved = (predicted.sent_bytes_per_step, predicted.received_bytes_per_step)
+        rows.append(("link per step", "{} sent, {} received".format(*map(format_bytes, moved))))
+        peak = map(format_bytes, (predicted.peak_device_bytes, plan.device.memory_bytes))
+        rows.append(("peak on device", "{} of {}".format(*peak)))
     every = plan.checkpoint.snapshot_steps
     if every and predicted.snapshot_bytes:
         text = f"{format_bytes(predicted.snapshot_bytes)} written in the background"
@@ -267,6 +288,10 @@ def times(situation: Situation, plan: Plan, steps: int | None = None) -> list[tu
         rows.insert(1, ("run", f"{_count(steps, 'step')} in {seconds}, evaluation and export come on top"))
         rows += _wear(situation, plan, steps)
     return rows
+
+
+def _waits(plan: Plan) -> str:
+    return "the disk" if plan.device is None else "disk, link and updates"
 
 
 def _wear(situation: Situation, plan: Plan, steps: int) -> list[tuple[str, str]]:

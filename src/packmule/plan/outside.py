@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+import numpy as np
+
 from packmule.graph.step import StepGraph
 from packmule.shapes.bodies import compiled_bytes, dtypes, packed_bytes, rope_bytes
 from packmule.shapes.model import ModelShape
@@ -31,8 +33,20 @@ def batch_bytes(shape: Shape, plan: Plan) -> int:
 
 
 def workspace(graph: StepGraph) -> int:
-    """Most bytes any one task holds outside the arena."""
-    return int(graph.workspace.max(initial=0))
+    """Most bytes any one task holds in RAM outside the arena."""
+    return int(graph.workspace[~_on_device(graph)].max(initial=0))
+
+
+def device_workspace(graph: StepGraph) -> int:
+    """Most bytes any one task holds on a device outside its arena."""
+    return int(graph.workspace[_on_device(graph)].max(initial=0))
+
+
+def _on_device(graph: StepGraph) -> np.ndarray:
+    if "device" not in graph.resources:
+        return np.zeros(graph.tasks, bool)
+    homes = graph.uses.values[graph.uses.starts[:-1]]
+    return np.asarray(homes == graph.resources.index("device"))
 
 
 def held_bytes(shape: Shape, plan: Plan, graphs: Iterable[StepGraph]) -> int:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable
 from functools import partial
 from statistics import fmean
+from typing import NamedTuple
 
 import numpy as np
 
@@ -13,11 +15,11 @@ from packmule.graph.model import PlannedModel
 from packmule.graph.run import SNAPSHOT, SPECULATING, Maker, extents_of, grouped, run_graphs
 from packmule.graph.simulate import simulate, times
 from packmule.graph.step import StepGraph
-from packmule.graph.traffic import copied, spilled, traffic, uses_disk
+from packmule.graph.traffic import busy_seconds, copied, link_traffic, spilled, traffic
 from packmule.graph.training import build_step
 from packmule.plan.outside import STAGING_BYTES as STAGING_BYTES
 from packmule.plan.outside import batch_bytes as batch_bytes
-from packmule.plan.outside import held_bytes, outside_bytes
+from packmule.plan.outside import device_workspace, held_bytes, outside_bytes
 from packmule.plan.situation import Situation
 from packmule.spec.plan import PhaseMemory, Plan, Predicted
 from packmule.spec.timeline import Timeline
@@ -93,12 +95,34 @@ def _touched(graph: StepGraph, tasks: np.ndarray) -> set[int]:
     return {buffer for task in np.flatnonzero(tasks).tolist() for buffer in graph.touched(task).tolist()}
 
 
-def step_only(situation: Situation, plan: Plan) -> tuple[float, int]:
-    """(seconds, bytes of the process tree) of a steady step; the quick check of a search."""
+class Step(NamedTuple):
+    """A steady step: seconds, bytes of the process tree, bytes of a device's memory."""
+
+    seconds: float
+    ram: int
+    device: int
+
+
+def device_bytes(situation: Situation, graphs: Iterable[StepGraph]) -> int:
+    """What graphs hold of a device's memory, torch included."""
+    if situation.device is None:
+        return 0
+    every = list(graphs)
+    arena = max(graph.extent(Tier.DEVICE) for graph in every)
+    return situation.device.context_bytes + arena + max(map(device_workspace, every))
+
+
+def fake_bytes(situation: Situation, device: int) -> int:
+    """What a device of ordinary memory takes of the RAM."""
+    return device if situation.device is not None and situation.device.fake else 0
+
+
+def step_only(situation: Situation, plan: Plan) -> Step:
+    """The quick check of a search."""
     model = PlannedModel(situation.shape, plan)
     # Of groups that take turns, the two whose steps are longest and shortest.
     some = sorted({0, len(model.groups) - 1}) if model.groups else [None]
-    pending, seconds, ram = plan.update == "on-fetch", 0.0, 0
+    pending, seconds, ram, device = plan.update == "on-fetch", 0.0, 0, 0
     build = partial(build_step, model, situation.costs, situation.mean_length)
     for group in some:
         graph = build(pending=pending, commit=plan.speculate, group=group, speculate=plan.speculate)
@@ -106,10 +130,13 @@ def step_only(situation: Situation, plan: Plan) -> tuple[float, int]:
         # step's; of groups' graphs it holds one.
         alike = (graph,) * (1 if model.groups else 3 if pending else 2)
         outside = outside_bytes(situation.shape, plan, alike)
-        ram = max(ram, baseline(situation) + graph.extent(Tier.RAM) + outside)
+        held = device_bytes(situation, [graph])
+        device = max(device, held)
+        here = baseline(situation) + graph.extent(Tier.RAM) + outside + fake_bytes(situation, held)
+        ram = max(ram, here)
         steady = build(speculate=True) if plan.speculate else graph
         seconds += float(times(steady)[1].max(initial=0.0)) / len(some)
-    return seconds, ram
+    return Step(seconds, ram, device)
 
 
 def predict(situation: Situation, plan: Plan) -> Predicted:
@@ -137,7 +164,8 @@ def predict(situation: Situation, plan: Plan) -> Predicted:
     timelines = {name: simulate(graph) for name, graph in every.items()}
     held = held_bytes(situation.shape, plan, every.values())
     outside = outside_bytes(situation.shape, plan, every.values())
-    base = baseline(situation)
+    base, device = baseline(situation), device_bytes(situation, every.values())
+    fake = fake_bytes(situation, device)
     # The arena is touched once and stays: every phase but the import has all of it resident.
     phases: list[PhaseMemory] = []
     for name in every:
@@ -148,13 +176,16 @@ def predict(situation: Situation, plan: Plan) -> Predicted:
         used = sum(parts.values())
         parts = {"baseline": base, **parts, "unused arena": max(0, arena - used)}
         parts |= {"compiled kernels and objects": held, "workspace": outside - held}
-        phases.append(_phase(phase, parts, 2 * slots + disk))
+        parts |= {"fake device": fake} if fake else {}
+        phases.append(_phase(phase, parts, 2 * slots + disk, device))
     loading = next(phase for phase in phases if phase.phase == "load")
     phases.append(loading.model_copy(update={"phase": "resume"}))
     export = {"baseline": base, "unused arena": arena}
     export |= {"compiled kernels and objects": held, "workspace": outside - held}
-    phases.append(_phase("export", export, 2 * slots + disk + 4 * situation.shape.numel))
-    whole = _times(plan, every, timelines, base + arena + outside, tuple(phases))
+    export |= {"fake device": fake} if fake else {}
+    phases.append(_phase("export", export, 2 * slots + disk + 4 * situation.shape.numel, device))
+    whole = _times(plan, every, timelines, base + arena + outside + fake, tuple(phases))
+    whole = whole.model_copy(update={"peak_device_bytes": device})
     return _mean(whole, turns) if turns else whole
 
 
@@ -164,14 +195,15 @@ def _mean(largest: Predicted, turns: list[Predicted]) -> Predicted:
     for name, value in largest:
         if isinstance(value, float):
             mean[name] = fmean(getattr(turn, name) for turn in turns)
-        elif name.startswith("disk_bytes") or name == "snapshot_bytes":
+        elif name.endswith("_per_step") or name == "snapshot_bytes":
             mean[name] = round(fmean(getattr(turn, name) for turn in turns))
     bottleneck = Counter(turn.bottleneck for turn in turns).most_common(1)[0][0]
     return largest.model_copy(update={**mean, "bottleneck": bottleneck})
 
 
-def _phase(name: str, parts: dict[str, int], disk: int) -> PhaseMemory:
-    return PhaseMemory(phase=name, ram_bytes=sum(parts.values()), parts=parts, disk_bytes=disk)
+def _phase(name: str, parts: dict[str, int], disk: int, device: int) -> PhaseMemory:
+    ram = sum(parts.values())
+    return PhaseMemory(phase=name, ram_bytes=ram, parts=parts, disk_bytes=disk, device_bytes=device)
 
 
 def _times(
@@ -185,16 +217,16 @@ def _times(
     graph, timeline = graphs[steady], timelines[steady]
     kinds = [TaskKind(kind) for kind in graph.kind.tolist()]
     seconds = graph.seconds
-    on_disk = np.array([uses_disk(kind) for kind in kinds])
+    busy = busy_seconds(graph, seconds)
     compute = np.array([kind in COMPUTE for kind in kinds])
-    cores = float(seconds[~on_disk].sum())
+    busiest = max(busy, key=lambda name: busy[name])
     every = plan.checkpoint.commit_steps
     committing = timelines["step, commit"].seconds
     extra = 0.0 if plan.speculate else (committing - timeline.seconds) / every
     read, written = traffic(graph)
     if plan.placement.state == "ram":
         written += int(graph_state_bytes(graph)) // every
-    disk = float(seconds[on_disk].sum())
+    sent, received = link_traffic(graph)
     kept = f"step, commit{SNAPSHOT}"
     snapshot_seconds, snapshot_bytes = 0.0, 0
     if kept in timelines:
@@ -204,10 +236,13 @@ def _times(
         step_seconds=timeline.seconds + max(0.0, extra),
         clipped_step_seconds=committing if plan.speculate else 0.0,
         compute_seconds=float(seconds[compute].sum()),
-        disk_seconds=disk,
+        disk_seconds=busy["disk"],
+        device_seconds=busy.get("device", 0.0),
+        sent_bytes_per_step=sent,
+        received_bytes_per_step=received,
         update_seconds=float(seconds[[kind in UPDATES for kind in kinds]].sum()),
-        exposed_io_seconds=max(0.0, timeline.seconds - cores),
-        bottleneck="disk" if disk > cores else "cores",
+        exposed_io_seconds=max(0.0, timeline.seconds - busy.get("device", busy["cores"])),
+        bottleneck=busiest,
         peak_ram_bytes=peak,
         phases=phases,
         disk_bytes_written_per_step=written,

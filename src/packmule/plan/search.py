@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from packmule.errors import DoesNotFit
 from packmule.graph.model import PlannedModel
-from packmule.plan.bounds import Sizes, ram_bound, seconds_bound
+from packmule.plan.bounds import Sizes, device_bound, ram_bound, seconds_bound
 from packmule.plan.candidates import CHUNK_BYTES, MOST_READ_AHEAD, candidates, streams, why_uncut
 from packmule.plan.changes import Changes, changes_of
 from packmule.plan.predict import STAGING_BYTES, baseline, batch_bytes, predict, step_only
@@ -107,6 +107,10 @@ def _search(situation: Situation, simulations: int = SIMULATIONS, known: Plan | 
         possible += 1
         if ram_bound(situation.shape, plan) + batch_bytes(situation.shape, plan) > room:
             continue
+        if situation.device is not None:
+            room_there = situation.device_bytes - situation.device.context_bytes
+            if device_bound(situation.shape, plan) > room_there:
+                continue
         busy = seconds_bound(situation.shape, plan, situation.costs, situation.mean_length)
         order.append(_Ranked(busy.estimate, len(order), max(busy), plan))
     order.sort(key=lambda item: item[:2])
@@ -152,10 +156,10 @@ def _closely(
     fitting: list[tuple[float, int, Plan]] = []
 
     def fits(plan: Plan, number: int) -> bool:
-        seconds, ram = step_only(situation, plan)
-        if ram > situation.budget_bytes:
+        step = step_only(situation, plan)
+        if step.ram > situation.budget_bytes or step.device > situation.device_bytes:
             return False
-        fitting.append((_with_commits(situation, plan, seconds), number, plan))
+        fitting.append((_with_commits(situation, plan, step.seconds), number, plan))
         return True
 
     def best() -> tuple[float, int, Plan]:
@@ -186,6 +190,9 @@ def _closely(
                     break  # those that follow need more
     if fitting:
         _, number, plan = best()
+        for variant in _staying(situation, plan):
+            if fits(variant, number):
+                break
         for variant in _keeping(situation, best()[2]):
             if fits(variant, number):
                 break
@@ -209,6 +216,20 @@ def _cuts(situation: Situation, plan: Plan) -> list[list[Plan]]:
     return [[plan.model_copy(update={"io": io}) for io in ios] for ios in rising]
 
 
+def _staying(situation: Situation, plan: Plan) -> Iterator[Plan]:
+    """The same plan with weights of blocks on the device as far as its memory goes, less and less of it."""
+    if situation.device is None:
+        return
+    sizes, order = Sizes.of(situation.shape, plan.numerics), PlannedModel(situation.shape, plan).outermost
+    spare = situation.device_bytes - step_only(situation, plan).device
+    for share in (1.0, 0.9, 0.7, 0.5, 0.25):
+        held = accumulate(sizes.weights[block] for block in order)
+        count = sum(size <= share * spare for size in held)
+        if count:
+            kept = plan.placement.model_copy(update={"device_weights": count})
+            yield plan.model_copy(update={"placement": kept})
+
+
 def _keeping(situation: Situation, plan: Plan) -> Iterator[Plan]:
     """The same plan with blocks kept in the RAM it leaves, less and less of it: weights first, which are read
     twice a step."""
@@ -216,7 +237,7 @@ def _keeping(situation: Situation, plan: Plan) -> Iterator[Plan]:
     if place.state == "ram":
         return
     sizes, order = Sizes.of(shape, plan.numerics), PlannedModel(shape, plan).outermost
-    spare = situation.budget_bytes - step_only(situation, plan)[1]
+    spare = situation.budget_bytes - step_only(situation, plan).ram
 
     def count(table: Sequence[int], room: float) -> int:
         held = accumulate(table[block] for block in order)
@@ -238,6 +259,8 @@ def _complete(situation: Situation, plan: Plan) -> Plan | None:
     plan = plan.model_copy(update={"checkpoint": plan.checkpoint.model_copy(update={"commit_steps": steps})})
     predicted = predict(situation, plan)
     if predicted.peak_ram_bytes > situation.budget_bytes:
+        return None
+    if predicted.peak_device_bytes > situation.device_bytes:
         return None
     return plan.model_copy(update={"predicted": predicted})
 
@@ -282,7 +305,7 @@ def leanest(situation: Situation) -> tuple[Plan, int]:
     """
     ranked = _by_bound(situation)
     # A step is one of the phases, and much sooner worked out than all of them.
-    steps = sorted((step_only(situation, plan)[1], index, plan) for _, index, plan in ranked[:LEAN])
+    steps = sorted((step_only(situation, plan).ram, index, plan) for _, index, plan in ranked[:LEAN])
     best: tuple[Plan, int] | None = None
     for ram, _, plan in steps:
         if best is not None and ram >= best[1]:
@@ -300,6 +323,10 @@ def leanest(situation: Situation) -> tuple[Plan, int]:
 
 def _refusal(situation: Situation) -> DoesNotFit:
     """How much is missing, and up to three changes that would fit: more memory, then others."""
+    if situation.device is not None:
+        there = _search(replace(situation, device_bytes=UNBOUNDED), FEW)
+        if there is not None:
+            return _device_refusal(situation, there)
     lean, needed = leanest(situation)
     smaller = None if situation.fixed else situation.smaller()
     ways = []
@@ -328,6 +355,30 @@ def _refusal(situation: Situation) -> DoesNotFit:
         f"than the budget of {format_bytes(budget)} "
         f"(of which Python and torch take {format_bytes(baseline(situation))})."
         + ("" if uncut is None else f" {uncut}"),
+        "these would fit: " + "; ".join(ways),
+    )
+
+
+def _device_refusal(situation: Situation, there: Found) -> DoesNotFit:
+    """It is the device's memory that does not suffice."""
+    device, have = situation.device, situation.device_bytes
+    assert device is not None
+    bounds = sorted(
+        (device_bound(situation.shape, plan), index, plan)
+        for index, plan in enumerate(candidates(replace(situation, device_bytes=UNBOUNDED)))
+    )
+    needed = min(step_only(situation, plan).device for _, _, plan in bounds[:LEAN])
+    ways = []
+    roomy = _search(replace(situation, device_bytes=_rounded(needed)), FEW) or there
+    enough = max(needed, 0 if roomy.plan.predicted is None else roomy.plan.predicted.peak_device_bytes)
+    ways.append(_way(f"--device-memory {_typed(_rounded(enough))}", roomy))
+    if not situation.fixed:
+        cpu = _search(replace(situation, device=None, device_bytes=0), FEW)
+        ways += [] if cpu is None else [_way("--device cpu", cpu)]
+    return DoesNotFit(
+        f"The job needs at least {format_bytes(needed)} of the memory of `{device.name}`, "
+        f"{format_bytes(max(0, needed - have))} more than the {format_bytes(have)} it may use "
+        f"(of which torch takes {format_bytes(device.context_bytes)}).",
         "these would fit: " + "; ".join(ways),
     )
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from packmule.graph.costs import Costs
 from packmule.shapes.module import Shape
-from packmule.spec.hardware import Hardware
+from packmule.spec.hardware import DeviceSpeed, Hardware
 from packmule.spec.job import HardwareSection
 from packmule.spec.plan import (
     CheckpointPlan,
@@ -58,6 +58,7 @@ class Situation:
         sample_tokens: positions of a generated sample, prompt included; 0: none.
         disk_free_bytes: room for state, work and snapshots.
         total_steps: of the whole run.
+        device, device_bytes: what computes instead of the cores, and how much of its memory a run may hold.
         smaller: finds out what cutting the vocabulary would leave, or None where that is not known or
             not possible. Asked only for a refusal, since it reads all tokens.
     """
@@ -80,4 +81,6 @@ class Situation:
     disk_free_bytes: int
     total_steps: int
     vocabulary_parts: int | None = None
+    device: DeviceSpeed | None = None
+    device_bytes: int = 0
     smaller: Callable[[], Smaller | None] = field(default=_nothing, compare=False)

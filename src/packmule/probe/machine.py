@@ -19,7 +19,7 @@ from packmule.probe.cpu import cpu_features, cpu_name, usable_threads
 from packmule.probe.disk import measure_disk
 from packmule.probe.ram import ram
 from packmule.probe.roots import HOST, Roots
-from packmule.spec.hardware import Hardware, MatmulPoint
+from packmule.spec.hardware import DeviceSpeed, Hardware, MatmulPoint
 
 Progress = Callable[[str, float], None]
 """Called with what is being done now and the fraction of the probe already done."""
@@ -101,6 +101,7 @@ def measure(
         memory_bytes_per_second=timed["memory_bytes_per_second"],
         task_seconds=timed["task_seconds"],
         disks=(disk,),
+        devices=tuple(DeviceSpeed.parse(found, "the probe") for found in timed["devices"]),
         parent_baseline_bytes=parent["peak_bytes"],
         child_baseline_bytes=timed["baseline_bytes"],
         software=software(),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from packmule.spec.hardware import DiskSpeed, Hardware, MatmulPoint
+from packmule.spec.hardware import DeviceSpeed, DiskSpeed, Hardware, MatmulPoint
 from packmule.spec.units import format_bytes, format_rate, format_seconds
 
 _WORTH_TELLING = 0.1
@@ -24,6 +24,8 @@ def explain(hardware: Hardware) -> list[tuple[str, str]]:
     ]
     for disk in hardware.disks:
         rows += _disk(disk)
+    for device in hardware.devices:
+        rows += _device(device)
     rows += [
         ("parent process", f"{format_bytes(hardware.parent_baseline_bytes)} before any work"),
         ("training process", f"{format_bytes(hardware.child_baseline_bytes)} before any work"),
@@ -57,4 +59,14 @@ def _disk(disk: DiskSpeed) -> list[tuple[str, str]]:
         ("disk", ", ".join([where, f"{format_bytes(disk.free_bytes)} free", *notes])),
         ("disk speed", f"read {read}, write {write}, both 1:1 {mix}"),
         ("small durable write", format_seconds(disk.sync_seconds)),
+    ]
+
+
+def _device(device: DeviceSpeed) -> list[tuple[str, str]]:
+    free, total = format_bytes(device.free_bytes), format_bytes(device.memory_bytes)
+    rates = map(format_rate, (device.send_bytes_per_second, device.receive_bytes_per_second))
+    return [
+        (f"device {device.name}", f"{device.model}, {free} of {total} free"),
+        *((f"matmul {dtype}", _matmul(points)) for dtype, points in device.matmul.items()),
+        ("link", "{} there, {} back".format(*rates)),
     ]

@@ -22,6 +22,8 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from packmule.probe.cuda import cuda_devices
+
 DTYPES = ("float32", "bfloat16", "float64")
 SIZES = (256, 512, 1024, 2048)
 
@@ -155,6 +157,7 @@ def main(arguments: list[str] | None = None) -> None:
         "matmul": matmul,
         "memory_bytes_per_second": copy_bytes_per_second(copied, 0.1 * options.seconds),
         "task_seconds": task_seconds(),
+        "devices": cuda_devices(0.1 * options.seconds),
     }
     print(json.dumps(answer))
 

@@ -42,6 +42,37 @@ class DiskSpeed(Record):
         return max(0.0, MIX_BYTES * (2 / self.mix_bytes_per_second - alone) / 2)
 
 
+class DeviceSpeed(Record):
+    """One device that computes beside the cores, and its link to RAM."""
+
+    name: str = Field(description='as a job names it: "cuda:0", or "fake"')
+    model: str = Field(description="as its driver names it; the bits of what it computes are its own")
+    memory_bytes: int = Field(ge=0)
+    free_bytes: int = Field(ge=0)
+    context_bytes: int = Field(default=0, ge=0, description="of its memory, what torch takes before any work")
+    matmul: dict[str, tuple[MatmulPoint, ...]] = Field(description="by dtype, as the machine's")
+    memory_bytes_per_second: float = Field(gt=0, description="copy, read + written bytes")
+    task_seconds: float = Field(ge=0, description="start of one computation, and waiting for its end")
+    send_bytes_per_second: float = Field(gt=0, description="from page-locked RAM")
+    receive_bytes_per_second: float = Field(gt=0)
+
+    @property
+    def fake(self) -> bool:
+        """Made of this machine's own memory and cores."""
+        return self.name == FAKE
+
+    def matmul_rate(self, dtype: str) -> float:
+        """FLOP/s of the largest matmul measured."""
+        return max(self.matmul[dtype], key=lambda point: point.size).flops_per_second
+
+
+FAKE = "fake"
+"""The device that needs none."""
+
+FAKE_LINK = 4e9
+"""Bytes per second of its link, in each direction: about half a PCIe 3.0 x8."""
+
+
 class Hardware(Record):
     """One machine. Bytes and seconds throughout; rates are per second with all threads."""
 
@@ -58,6 +89,7 @@ class Hardware(Record):
     memory_bytes_per_second: float = Field(gt=0, description="copy, read + written bytes, all threads")
     task_seconds: float = Field(ge=0, description="overhead of one task")
     disks: tuple[DiskSpeed, ...]
+    devices: tuple[DeviceSpeed, ...] = Field(default=(), description="GPUs that torch can use")
     parent_baseline_bytes: int = Field(ge=0, description="VmHWM of a torch-free packmule parent")
     child_baseline_bytes: int = Field(
         ge=0, description="resident bytes of a training child after a tiny layer has run"
@@ -76,3 +108,31 @@ class Hardware(Record):
         bfloat16, as on CPUs that run AVX-512's bfloat16 instructions at half the rate."""
         slow = self.matmul_rate("bfloat16") < self.matmul_rate("float32")
         return "float32" if precision == "bf16-mixed" and slow else None
+
+
+def fake_device(hardware: Hardware) -> DeviceSpeed:
+    """The device that is made of a machine's own RAM and cores: to look at plans, and to run their graphs,
+    without a GPU. Its memory counts in the budget of RAM."""
+    return DeviceSpeed(
+        name=FAKE,
+        model="ordinary memory behind a link of a stated rate",
+        memory_bytes=hardware.ram_total_bytes,
+        free_bytes=hardware.ram_available_bytes // 2,
+        matmul=hardware.matmul,
+        memory_bytes_per_second=hardware.memory_bytes_per_second,
+        task_seconds=hardware.task_seconds,
+        send_bytes_per_second=FAKE_LINK,
+        receive_bytes_per_second=FAKE_LINK,
+    )
+
+
+def device_named(hardware: Hardware, name: str) -> DeviceSpeed:
+    """One of a machine's devices, or the fake one.
+
+    Raises:
+        ValueError: it has no such device.
+    """
+    for device in (*hardware.devices, fake_device(hardware)):
+        if device.name == name:
+            return device
+    raise ValueError(f"this machine has no device {name!r}")

@@ -22,6 +22,7 @@ from packmule.spec.job_values import (
     AutoFlag,
     BlockOrder,
     Clip,
+    DeviceName,
     Factory,
     FormatName,
     MetricName,
@@ -436,7 +437,9 @@ class HardwareSection(Section):
     state: Where = "auto"
     weights: Literal["auto", "state", "ram", "disk"] = "auto"
     gradients: Where = "auto"
-    inputs: Where = "auto"
+    inputs: Literal["auto", "ram", "disk", "device"] = "auto"
+    device: DeviceName = Field(default="cpu", description="what computes: cpu, auto, cuda:0, fake")
+    device_memory: AutoBytes = Field(default="auto", description="of the device, in bytes")
 
 
 class Logging(Section):

@@ -55,6 +55,7 @@ _BY_FIELD = {
     "hardware.ram": "ram_bytes memory",
     "hardware.disk_path": "disk offload_dir offload_folder nvme_path",
     "hardware.threads": "num_threads",
+    "hardware.device_memory": "gpu_memory max_gpu_memory gpu_memory_limit",
     "logging.logging_steps": "log_interval log_every_n_steps",
     "logging.report_to": "logger_name",
 }

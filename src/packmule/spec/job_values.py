@@ -42,6 +42,13 @@ _PRECISIONS = {
 }
 
 
+def _device(value: Any) -> Any:
+    name = "cuda:0" if value == "cuda" else str(value)
+    if not re.fullmatch(r"cpu|auto|fake|cuda:\d+", name):
+        raise ValueError("give `cpu`, `auto`, `fake` or a GPU like `cuda:0`")
+    return name
+
+
 def _auto_count(value: Any) -> Any:
     if value is None or value == "auto":
         return "auto"
@@ -218,6 +225,8 @@ def _off(value: Any) -> Any:
 
 
 AutoCount = Annotated[int | Literal["auto"], BeforeValidator(_auto_count)]
+DeviceName = Annotated[str, BeforeValidator(_device)]
+"""What computes: the cores, the first GPU where there is one, a GPU, or the fake device."""
 AutoFlag = Annotated[bool | Literal["auto"], BeforeValidator(_auto_flag)]
 AutoBytes = Annotated[int | Literal["auto"], BeforeValidator(_auto_bytes)]
 Steps = Annotated[int | None, Field(ge=1), BeforeValidator(unset_if_minus_one)]

@@ -75,6 +75,7 @@ class Numerics(Record):
     kernels: Literal["native", "torch"]
     torch: str
     cpu_features: tuple[str, ...]
+    device: str | None = Field(default=None, description="GPU that computes the model; null: the cores")
 
     @property
     def rows(self) -> int:
@@ -120,7 +121,7 @@ class DevicePlan(Record):
     """What computes instead of the cores."""
 
     name: str = Field(description='"cuda:0", or "fake": ordinary memory behind a link of a stated rate')
-    memory_bytes: int = Field(ge=0, description="bound on what the run holds in its memory")
+    memory_bytes: int = Field(ge=0, description="bound on what the run holds in its memory, torch included")
 
 
 class Io(Record):
@@ -146,6 +147,7 @@ class PhaseMemory(Record):
     ram_bytes: int = Field(description="whole process tree, baselines included")
     parts: dict[str, int] = Field(description="bytes by kind: baseline, state, weights, ...")
     disk_bytes: int
+    device_bytes: int = 0
 
 
 class Predicted(Record):
@@ -161,6 +163,10 @@ class Predicted(Record):
     exposed_io_seconds: float
     bottleneck: str
     peak_ram_bytes: int
+    peak_device_bytes: int = 0
+    device_seconds: float = Field(default=0.0, description="that a device computes")
+    sent_bytes_per_step: int = Field(default=0, description="from RAM to a device")
+    received_bytes_per_step: int = 0
     phases: tuple[PhaseMemory, ...]
     disk_bytes_written_per_step: int
     disk_bytes_read_per_step: int

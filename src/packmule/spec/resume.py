@@ -129,6 +129,12 @@ TABLE = (
         "sums are rounded otherwise",
     ),
     Row(
+        "device: a GPU or the cores",
+        ("hardware.device", "numerics.device"),
+        "renumber",
+        "sums are rounded otherwise; `fake` has the bits of the cores",
+    ),
+    Row(
         "machine: CPU features, torch, native kernels",
         ("numerics.cpu_features", "numerics.torch", "numerics.kernels"),
         "renumber",
@@ -168,7 +174,7 @@ TABLE = (
 
 
 COMPUTED_KEYS = tuple(
-    f"numerics.{key}" for key in ("precision", "threads", "kernels", "torch", "cpu_features")
+    f"numerics.{key}" for key in ("precision", "threads", "kernels", "torch", "cpu_features", "device")
 )
 """What rounds the numbers of a run and does not come from the job alone."""
 

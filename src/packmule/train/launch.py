@@ -364,7 +364,7 @@ class _Start:
         predicted = {} if self.plan.predicted is None else self.plan.predicted.model_dump(mode="json")
         rows = {
             key: {"predicted": predicted[key], "measured": measured[key]}
-            for key in REPORTED
+            for key in (*REPORTED, *(ON_DEVICE if self.plan.device else ()))
             if key in predicted and key in measured
         }
         record = {"format": 1, "budget_bytes": self.plan.budget_bytes, "terms": rows}
@@ -384,7 +384,8 @@ REPORTED = (
     "disk_bytes_written_per_step",
     "peak_ram_bytes",
 )
-"""Terms of a prediction that a run measures."""
+ON_DEVICE = ("device_seconds", "sent_bytes_per_step", "received_bytes_per_step")
+"""Terms of a prediction that a run measures; and those where a device computes."""
 
 
 def halved(micro_rows: tuple[int, ...]) -> tuple[int, ...]:
@@ -397,4 +398,8 @@ def _rows(micro_rows: tuple[int, ...]) -> str:
 
 
 def _child_variables(environment: Environment, plan: Plan) -> dict[str, str]:
-    return environment.of_child(OMP_NUM_THREADS=str(plan.numerics.threads), TOKENIZERS_PARALLELISM="false")
+    return environment.of_child(
+        OMP_NUM_THREADS=str(plan.numerics.threads),
+        TOKENIZERS_PARALLELISM="false",
+        CUBLAS_WORKSPACE_CONFIG=":4096:8",  # torch asks for it where results must be the same each time
+    )

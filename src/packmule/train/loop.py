@@ -25,7 +25,7 @@ from packmule.train.look import Looks
 from packmule.train.measured import Measured
 from packmule.train.memory import is_out_of_memory, keep_budget, memory_now, out_of_memory, unlimit_data
 from packmule.train.messages import Request, Sender
-from packmule.train.setup import costs_of, make_kernels, make_store
+from packmule.train.setup import costs_of, make_device, make_kernels, make_store
 from packmule.train.stopping import stops
 from packmule.train.text_subject import open_subject
 from packmule.train.transfer import exporter, import_weights
@@ -99,16 +99,17 @@ class Loop:
             self._take_up(self._copy(Path(self.request.begin_with), "load"))
         elif head is None:
             self._import()
-        costs = costs_of(self.folder.read_hardware(), self.plan)
+        hardware = self.folder.read_hardware()
         self.engine = Engine(
             PlannedModel(self.subject.shape, self.plan),
             self.kernels,
             self.store,
             self.disk,
             self.folder.state,
-            costs,
+            costs_of(hardware, self.plan),
             needs,
             modules=self.subject.modules,
+            device=make_device(hardware, self.plan),
         )
 
     def _head(self) -> Head | None:

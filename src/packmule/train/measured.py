@@ -8,7 +8,7 @@ import numpy as np
 
 from packmule.engine.engine import StepResult
 from packmule.graph.kinds import COMPUTE, UPDATES, TaskKind
-from packmule.graph.traffic import copied, traffic, uses_disk
+from packmule.graph.traffic import busy_seconds, copied, link_traffic, traffic
 
 WARM_UP = 1
 """Steps that are left out when there are enough: the first faults memory in."""
@@ -31,20 +31,23 @@ class Measured:
         spent = timeline.end - timeline.start
         kinds = [TaskKind(kind) for kind in graph.kind.tolist()]
         compute = np.array([kind in COMPUTE for kind in kinds])
-        disk = np.array([uses_disk(kind) for kind in kinds])
+        busy = busy_seconds(graph, spent)
         update = np.array([kind in UPDATES for kind in kinds])
         read, written = traffic(graph)
-        cores = float(spent[~disk].sum())
+        sent, received = link_traffic(graph)
         # A step with a snapshot is longer: the prediction, too, has these apart.
         (self._copying if copied(graph) else self._steps).append(
             {
                 "step_seconds": seconds,
                 "compute_seconds": float(spent[compute].sum()),
-                "disk_seconds": float(spent[disk].sum()),
+                "disk_seconds": busy["disk"],
                 "update_seconds": float(spent[update].sum()),
-                "exposed_io_seconds": max(0.0, timeline.seconds - cores),
+                "exposed_io_seconds": max(0.0, timeline.seconds - busy.get("device", busy["cores"])),
                 "disk_bytes_read_per_step": read,
                 "disk_bytes_written_per_step": written,
+                "device_seconds": busy.get("device", 0.0),
+                "sent_bytes_per_step": sent,
+                "received_bytes_per_step": received,
             }
         )
 
@@ -57,9 +60,7 @@ class Measured:
         found = {}
         for key in steps[0]:
             values = [step[key] for step in steps]
-            found[key] = (
-                statistics.fmean(values) if key.startswith("disk_bytes") else statistics.median(values)
-            )
+            found[key] = statistics.fmean(values) if key.endswith("_per_step") else statistics.median(values)
         # Commits of resident state come every few steps: their cost is in the mean, as predicted.
         found["step_seconds"] = statistics.fmean(step["step_seconds"] for step in steps)
         return {**found, "steps": len(steps)}

@@ -14,8 +14,9 @@ from packmule.kernels.contract import Kernels
 from packmule.shapes.bodies import DTYPES, dtypes
 from packmule.shapes.module import Shape
 from packmule.shapes.state import STATES
-from packmule.spec.hardware import Hardware
+from packmule.spec.hardware import Hardware, device_named
 from packmule.spec.plan import Plan
+from packmule.tiers.device import Device, FakeDevice
 from packmule.tiers.disk import Disk
 from packmule.train.folder import RunFolder
 
@@ -37,4 +38,17 @@ def make_store(disk: Disk, folder: RunFolder, shape: Shape, plan: Plan, kernels:
 
 def costs_of(hardware: Hardware, plan: Plan) -> Costs:
     """The rates that a plan's predictions use."""
-    return Costs.of(hardware, dtypes(plan.numerics).product, hardware.disks[0])
+    found = None if plan.device is None else device_named(hardware, plan.device.name)
+    return Costs.of(hardware, dtypes(plan.numerics).product, hardware.disks[0], found)
+
+
+def make_device(hardware: Hardware, plan: Plan) -> Device | None:
+    """What a plan computes on beside the cores."""
+    if plan.device is None:
+        return None
+    speed = device_named(hardware, plan.device.name)
+    if speed.fake:
+        return FakeDevice(speed.send_bytes_per_second, speed.receive_bytes_per_second)
+    from packmule.engine.cuda import CudaDevice
+
+    return CudaDevice(speed.name)

@@ -56,6 +56,9 @@ LABELS = {
     "disk_bytes_read_per_step": "read per step",
     "disk_bytes_written_per_step": "written per step",
     "peak_ram_bytes": "peak RAM",
+    "device_seconds": "device busy",
+    "sent_bytes_per_step": "sent per step",
+    "received_bytes_per_step": "received per step",
 }
 
 

@@ -32,6 +32,7 @@ from packmule.spec.hardware import Hardware
 from packmule.spec.job import Job
 from packmule.spec.plan import CheckpointPlan, Numerics, OptimizerNumerics, Precision, ScheduleNumerics
 from packmule.spec.units import format_bytes
+from packmule.train.devices import device_of
 from packmule.train.folder import HELD_OUT, RunFolder
 from packmule.train.memory import process_memory
 from packmule.train.stopping import check_metric
@@ -89,10 +90,12 @@ def make_numerics(job: Job, hardware: Hardware, steps: int) -> Numerics:
     optim, train = job.optim, job.train
     threads = threads_of(job, hardware)
     precision = precision_of(job, hardware)
-    modules = job.model.factory is not None
+    modules, device = job.model.factory is not None, device_of(job, hardware)
+    gpu = None if device is None or device.speed.fake else device.speed.model
     return Numerics(
         precision=precision,
-        products=None if modules else hardware.wider_product(precision),
+        products=None if modules or gpu else hardware.wider_product(precision),
+        device=gpu,
         micro_rows=(train.global_batch_size,),
         growth=job.growth,
         turns=optim.turns,
@@ -160,7 +163,8 @@ def make_situation(
         positions: of a sample, prompt included.
 
     Raises:
-        ConfigError: rows longer than the model's positions; experts to balance, and none there.
+        ConfigError: rows longer than the model's positions; experts to balance, and none there; a device
+            that is not there.
         DataError: nothing to train on.
     """
     length = numerics.max_seq_length
@@ -172,7 +176,7 @@ def make_situation(
             "The data has no token to predict: every document is a single token.", "use longer texts"
         )
     mean = length * UNKNOWN_MEAN_LENGTH_SHARE if report is None else report.train.mean_length_by_token
-    train, checkpoint = job.train, job.checkpoint
+    train, checkpoint, device = job.train, job.checkpoint, device_of(job, hardware)
     recompute = None if train.recompute == "auto" else bool(train.recompute)
     if isinstance(shape, ModuleShape):
         recompute = True
@@ -187,7 +191,9 @@ def make_situation(
     return Situation(
         shape=shape,
         hardware=hardware,
-        costs=Costs.of(hardware, dtypes(numerics).product, hardware.disks[0]),
+        costs=Costs.of(
+            hardware, dtypes(numerics).product, hardware.disks[0], None if device is None else device.speed
+        ),
         budget_bytes=budget,
         numerics=numerics,
         fixed=fixed,
@@ -206,6 +212,8 @@ def make_situation(
         sample_tokens=positions,
         disk_free_bytes=hardware.disks[0].free_bytes,
         total_steps=numerics.schedule.total_steps,
+        device=None if device is None else device.speed,
+        device_bytes=0 if device is None else device.memory_bytes,
     )
 
 

@@ -84,6 +84,7 @@ def test_the_torch_process_gets_the_threads_and_a_quarter_of_the_memory(tmp_path
             "matmul": {"float32": [[256, 7.0]]},
             "memory_bytes_per_second": 8.0,
             "task_seconds": 9.0,
+            "devices": [],
         },
     }
     asked = {}
@@ -238,4 +239,10 @@ def test_the_torch_child_prints_one_json_line():
         check=True,
     )
     (line,) = done.stdout.splitlines()
-    assert set(json.loads(line)) == {"baseline_bytes", "matmul", "memory_bytes_per_second", "task_seconds"}
+    assert set(json.loads(line)) == {
+        "baseline_bytes",
+        "devices",
+        "matmul",
+        "memory_bytes_per_second",
+        "task_seconds",
+    }

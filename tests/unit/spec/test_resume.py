@@ -34,7 +34,9 @@ OTHER: dict[str, Any] = {
     "checkpoint.save_steps": 5, "checkpoint.save_total_limit": 3, "checkpoint.save_best": True,
     "checkpoint.resume": "never", "hardware.ram": "1GB", "hardware.disk_path": "d", "hardware.threads": 3,
     "hardware.state": "disk", "hardware.weights": "disk", "hardware.gradients": "disk",
-    "hardware.inputs": "disk", "hardware.tbw": "600TB", "logging.logging_steps": 7,
+    "hardware.inputs": "disk",
+    "hardware.device": "fake", "hardware.device_memory": "1GB",
+    "hardware.tbw": "600TB", "logging.logging_steps": 7,
     "logging.report_to": "wandb", "logging.run_name": "r",
 }  # fmt: skip
 """Another value of every field that can be changed alone."""
