@@ -285,13 +285,15 @@ def seconds_bound(shape: Shape, plan: Plan, costs: Costs, mean_length: float) ->
         times[model.head_parts[-1]] -= passes
 
     link = 0.0
+    stay = [model.on_device(block) for block in range(len(sizes.planes))]
     if plan.device is not None and costs.device is not None:
-        stay = [model.on_device(block) for block in range(len(sizes.planes))]
         reads = [
             share if here else count + 1 for here, share, count in zip(stay, trained, times, strict=True)
         ]
         sent = sum(count * size for count, size in zip(reads, sizes.weights, strict=True))
         link = max(costs.device.send(int(sent)), costs.device.receive(int(total)))
+
+    times = [0.0 if here else max(0.0, count) for here, count in zip(stay, times, strict=True)]
 
     def seconds_on_disk(read: float, written: float) -> float:
         return read / costs.read_bytes + written / costs.write_bytes

@@ -8,7 +8,7 @@ from dataclasses import replace
 from tests.parity.architectures import ARCHITECTURES
 
 from packmule.graph.costs import Costs
-from packmule.plan.candidates import candidates
+from packmule.plan.candidates import candidates, keeps_whole
 from packmule.plan.situation import Situation
 from packmule.shapes.bodies import DTYPES
 from packmule.shapes.experts import Experts
@@ -116,5 +116,6 @@ def random_plans(rng: random.Random, situation: Situation, count: int) -> list[P
 
 def _cut(rng: random.Random, plan: Plan) -> Numerics:
     """The plan's numerics, where that is allowed at times with the vocabulary in parts."""
-    parts = rng.choice((1, rng.randint(2, 9))) if plan.order == "breadth" else 1
+    may = plan.order == "breadth" and keeps_whole(plan.numerics) is None
+    parts = rng.choice((1, rng.randint(2, 9))) if may else 1
     return plan.numerics.model_copy(update={"vocabulary_parts": parts})
