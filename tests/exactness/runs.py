@@ -5,8 +5,10 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from functools import cache
 from pathlib import Path
+from unittest.mock import patch
 
 import numpy as np
 import torch
@@ -21,6 +23,7 @@ from packmule.engine.engine import Engine, Needs
 from packmule.engine.program import Program
 from packmule.graph.costs import Costs, DeviceCosts
 from packmule.graph.model import PlannedModel
+from packmule.graph.run import Maker, run_graphs
 from packmule.graph.step import StepGraph
 from packmule.kernels.contract import Kernels
 from packmule.models.context import TokenBatch
@@ -260,28 +263,31 @@ def open_engine(
     needs: Needs | None = None,
     prepare: Callable[[Engine], None] | None = None,
     device: FakeDevice | None = None,
+    graphs: Callable[..., dict[str, Maker]] = run_graphs,
 ) -> tuple[Engine, int]:
     """Engine loaded from the last commit, and that commit's step.
 
     Args:
         prepare: called before the load.
         device: what computes where the plan has a device; one as fast as memory by default.
+        graphs: stands for `run_graphs`.
     """
     disk = disk or PosixDisk()
     store = open_store(folder, shape, plan, kernels, disk)
     head = store.load()
     assert head is not None
-    engine = Engine(
-        PlannedModel(shape, plan),
-        kernels,
-        store,
-        disk,
-        folder,
-        COSTS,
-        needs or Needs(),
-        poison=True,
-        device=(device or FakeDevice()) if plan.device else None,
-    )
+    with patch("packmule.engine.engine.run_graphs", graphs):
+        engine = Engine(
+            PlannedModel(shape, plan),
+            kernels,
+            store,
+            disk,
+            folder,
+            COSTS,
+            needs or Needs(),
+            poison=True,
+            device=(device or FakeDevice()) if plan.device else None,
+        )
     if prepare:
         prepare(engine)
     engine.load()
@@ -442,6 +448,9 @@ class Case:
     data: Data
     model_seed: int
     expected: PlainRun
+    _graphs: dict[tuple[object, ...], dict[str, Maker]] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
 
     @property
     def steps(self) -> int:
@@ -469,7 +478,17 @@ class Case:
         device: FakeDevice | None = None,
     ) -> tuple[Engine, int]:
         """As `open_engine`."""
-        return open_engine(folder, self.shape, self.plan, kernels, disk, needs, prepare, device)
+        return open_engine(
+            folder, self.shape, self.plan, kernels, disk, needs, prepare, device, self._graphs_once
+        )
+
+    def _graphs_once(self, model: PlannedModel, costs: Costs, *needs: object) -> dict[str, Maker]:
+        """As `run_graphs`, each built once however often an engine is opened: shape, plan and costs are the
+        same, and to build them takes as long as some of their steps."""
+        if needs not in self._graphs:
+            makers = run_graphs(model, costs, *needs)  # type: ignore[arg-type]
+            self._graphs[needs] = {name: cache(make) for name, make in makers.items()}
+        return self._graphs[needs]
 
     def state(self, folder: Path, kernels: Kernels, disk: Disk | None = None) -> tuple[int, Image]:
         """As `state_bytes`."""
