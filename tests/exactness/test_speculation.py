@@ -81,7 +81,7 @@ def speculate(engine: Engine, case: Case, rng: random.Random) -> list[tuple[floa
 def test_whatever_is_guessed_the_bits_are_those_of_the_plain_loop(
     case: Case, kernels: Kernels, seed: int
 ) -> None:
-    for guesses in range(3):
+    for guesses in range(2):
         disk = RecordingDisk()
         case.start(RUN, kernels, disk)
         engine, _ = case.open(RUN, kernels, disk)
@@ -116,7 +116,7 @@ def test_a_step_is_foreseen_to_be_like_the_one_before(case: Case, kernels: Kerne
 def test_a_stop_at_any_task_leaves_a_whole_step(case: Case, kernels: Kernels, seed: int) -> None:
     rng, fresh = random.Random(seed), RecordingDisk()
     case.start(RUN, kernels, fresh)
-    for _ in range(5):
+    for _ in range(3):
         disk, stop = RecordingDisk(deepcopy(fresh.root)), rng.randrange(case.steps)
         engine, _ = case.open(RUN, kernels, disk)
         runs = [0]
