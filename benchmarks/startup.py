@@ -1,9 +1,11 @@
-"""CPU time of `import packmule` and `packmule plan --help` above bare Python, against their limits.
+"""CPU time of `import packmule` and `packmule plan --help` above bare Python, in bare Pythons.
 
     python benchmarks/startup.py
 
-Best of seven runs each, user + system time of the child (getrusage, not wall time). Exit code 1
-when a limit is broken.
+Best of seven runs each, user + system time of the child (getrusage, not wall time). The limits are
+multiples of what bare Python takes in the same minute: a shared machine may be half as fast in
+the next one.
+Exit code 1 when a limit is broken.
 """
 
 from __future__ import annotations
@@ -13,7 +15,8 @@ import subprocess
 import sys
 
 RUNS = 7
-LIMITS = {"import packmule": 0.030, "packmule plan --help": 0.150}
+LIMITS = {"import packmule": 2.0, "packmule plan --help": 12.0}
+"""Above bare Python. (M: numpy alone takes 10, torch 95.)"""
 PROGRAMS = {
     "bare python": "pass",
     "import packmule": "import packmule",
@@ -38,16 +41,21 @@ def measure(runs: int = RUNS) -> dict[str, float]:
     return best
 
 
+def above_bare(best: dict[str, float]) -> dict[str, float]:
+    """What each program takes above bare Python, in bare Pythons."""
+    bare = best["bare python"]
+    return {name: (best[name] - bare) / bare for name in LIMITS}
+
+
 def main() -> int:
     best = measure()
-    bare = best["bare python"]
-    print(f"{'':22} {'CPU ms':>7} {'above bare':>11} {'limit':>6}")
-    print(f"{'bare python':22} {bare * 1e3:7.1f}")
+    above = above_bare(best)
+    print(f"{'':22} {'CPU ms':>7} {'above bare, in bares':>21} {'limit':>6}")
+    print(f"{'bare python':22} {best['bare python'] * 1e3:7.1f}")
     for name, limit in LIMITS.items():
-        above = best[name] - bare
-        verdict = "" if above < limit else "  over"
-        print(f"{name:22} {best[name] * 1e3:7.1f} {above * 1e3:11.1f} {limit * 1e3:6.0f}{verdict}")
-    return int(any(best[name] - bare >= limit for name, limit in LIMITS.items()))
+        verdict = "" if above[name] < limit else "  over"
+        print(f"{name:22} {best[name] * 1e3:7.1f} {above[name]:21.1f} {limit:6.0f}{verdict}")
+    return int(any(above[name] >= limit for name, limit in LIMITS.items()))
 
 
 if __name__ == "__main__":
