@@ -11,7 +11,7 @@ DEVICE = ("--device", "fake", "--device-memory", "64MB")
 
 def test_a_run_on_the_fake_device_is_planned_and_goes_on_without_one_with_the_same_bits(bench: Bench) -> None:
     job = bench.job("moved", optim__lr_scheduler="constant", train__max_steps=3)
-    whole = bench.run("train", job, "--output-dir", "whole", "--json").succeeded()
+    whole = bench.run("train", job, "--output-dir", "device_whole", "--json").succeeded()
     there = bench.run("train", job, "--max-steps", "2", *DEVICE, "--json").succeeded()
     plan = json.loads((bench.folder / "moved" / "plan.json").read_text())
     assert plan["device"] == {"name": "fake", "memory_bytes": 64_000_000}
@@ -25,5 +25,5 @@ def test_a_run_on_the_fake_device_is_planned_and_goes_on_without_one_with_the_sa
 
 
 def test_a_gpu_that_the_probe_has_not_found_is_refused(bench: Bench) -> None:
-    message = bench.run("plan", bench.job("none"), "--device", "cuda:0").refused()
+    message = bench.run("plan", bench.job("no_device"), "--device", "cuda:0").refused()
     assert "found no such device" in message and "--device cpu" in message

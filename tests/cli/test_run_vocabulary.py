@@ -20,8 +20,8 @@ WIDE = {"hidden_size": 512, "vocab_size": 8300, "num_hidden_layers": 1}
 """Changes of the tiny model. Its table is a little larger than the 16 MiB that one part may be."""
 
 CHANGES = {
-    "model__path": "wide", "data__val_size": 6, "train__max_steps": STEPS, "train__micro_batch_size": 2,
-    "train__recompute": True, "train__eval_steps": STEPS,
+    "model__path": "large_words", "data__val_size": 6, "train__max_steps": STEPS,
+    "train__micro_batch_size": 2, "train__recompute": True, "train__eval_steps": STEPS,
     # Updates during backward leave gradients on disk for nothing but a tied vocabulary in parts.
     "train__update": "on-backward", "hardware__state": "disk", "hardware__gradients": "disk",
 }  # fmt: skip
@@ -44,7 +44,7 @@ def weights(folder: Path) -> bytes:
 @pytest.fixture(scope="module")
 def whole(bench: Bench) -> Path:
     """A run that nothing interrupts."""
-    wide = bench.folder / "wide"
+    wide = bench.folder / "large_words"
     shutil.copytree(bench.folder / "model", wide)
     config = json.loads((wide / "config.json").read_text())
     (wide / "config.json").write_text(json.dumps(config | WIDE))

@@ -82,7 +82,8 @@ def test_weights_stay_on_the_device_as_far_as_its_memory_goes(model: Situation) 
         assert plan.predicted is not None and plan.device is not None
         assert 0 < plan.predicted.peak_device_bytes <= memory == plan.device.memory_bytes
         kept.append(plan.placement.device_weights)
-    assert kept[0] <= kept[1] <= kept[2] == model.shape.layers + 2
+    # With little, the search may rather spend it on larger micro-batches.
+    assert max(kept[:2]) < kept[2] == model.shape.layers + 2
 
 
 def test_a_plan_says_what_is_on_the_device_and_what_goes_over_the_link(model: Situation) -> None:
