@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import json
-import random
 from pathlib import Path
 
 import pytest
-from benchmarks.memory_accuracy import run_tool, write_model, write_texts
+from tests.memory.above_baseline import STEPS, train_within
 
-from packmule.probe import load
 from packmule.shapes.model import ModelShape
-from packmule.spec.environment import read_environment
 
 CONFIG = {
     "model_type": "llama",
@@ -32,25 +29,8 @@ ABOVE_BASELINE = 250_000_000
 def test_1_gb_of_state_trains_within_250_mb_above_the_baseline(tmp_path: Path) -> None:
     state = 12 * ModelShape.from_config(CONFIG, "this test").numel
     assert state > 1_000_000_000
-    write_model(tmp_path / "model", CONFIG)
-    write_texts(tmp_path / "text.jsonl", random.Random(0), 2000, 64)
-    hardware = load(read_environment().cache / "probe.json", tmp_path)
-    budget = hardware.parent_baseline_bytes + hardware.child_baseline_bytes + ABOVE_BASELINE
-    job = {
-        "model": {"path": str(tmp_path / "model"), "init": "random"},
-        "data": {"path": str(tmp_path / "text.jsonl"), "val_size": 0},
-        "train": {
-            "output_dir": str(tmp_path / "run"),
-            "max_seq_length": 64,
-            "global_batch_size": 2,
-            "max_steps": 2,
-            "precision": "fp32",
-        },
-        "hardware": {"ram": budget, "state": "disk", "gradients": "disk", "inputs": "disk"},
-    }
-    (tmp_path / "job.yaml").write_text(json.dumps(job))
-    code, peak = run_tool(["train", str(tmp_path / "job.yaml"), "--quiet"], tmp_path / "log.txt")
-    assert code == 0, (tmp_path / "log.txt").read_text()
-    assert peak <= budget, f"{peak:,} bytes of {budget:,}"
-    steps = [json.loads(line)["step"] for line in (tmp_path / "run/log.jsonl").read_text().splitlines()]
-    assert steps[-1] == 2
+    train = {"max_seq_length": 64, "precision": "fp32"}
+    hardware = {"state": "disk", "gradients": "disk", "inputs": "disk"}
+    run = train_within(tmp_path, CONFIG, ABOVE_BASELINE, (2000, 64), train, hardware)
+    steps = [json.loads(line)["step"] for line in (run / "log.jsonl").read_text().splitlines()]
+    assert steps[-1] == STEPS

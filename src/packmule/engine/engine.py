@@ -13,10 +13,11 @@ import numpy as np
 from packmule.checkpoint.head import Progress
 from packmule.checkpoint.reader import StateReader
 from packmule.checkpoint.store import StateStore
-from packmule.engine.bodies import BODIES, check_finite
+from packmule.engine.bodies import BODIES
 from packmule.engine.module_bodies import MODULE_BODIES
 from packmule.engine.program import POISON, Program
 from packmule.engine.runtime import Ahead, Outcome, Runtime, StepState
+from packmule.engine.updates import check_finite
 from packmule.errors import DiskError
 from packmule.graph.costs import Costs
 from packmule.graph.kinds import BufferKind, Tier

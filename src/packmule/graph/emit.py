@@ -151,7 +151,7 @@ class Emitter:
             part=part,
         )
 
-    def core_task(
+    def task(
         self,
         kind: TaskKind,
         seconds: float,
@@ -161,39 +161,16 @@ class Emitter:
         micro: int = -1,
         part: int = -1,
         workspace: int = 0,
+        near: bool = False,
     ) -> None:
-        """Work on all threads, beside a device that computes."""
-        self._task(self._cores, kind, seconds, reads, writes, block, micro, part, workspace)
+        """Work on all threads.
 
-    def compute_task(
-        self,
-        kind: TaskKind,
-        seconds: float,
-        reads: list[int],
-        writes: list[int],
-        block: int,
-        micro: int = -1,
-        part: int = -1,
-        workspace: int = 0,
-    ) -> None:
-        """Work on what the model computes with: on the device, or on all threads."""
-        self._task(self._compute, kind, seconds, reads, writes, block, micro, part, workspace)
-
-    def _task(
-        self,
-        uses: dict[str, int],
-        kind: TaskKind,
-        seconds: float,
-        reads: list[int],
-        writes: list[int],
-        block: int,
-        micro: int,
-        part: int,
-        workspace: int,
-    ) -> None:
+        Args:
+            near: where the model is computed: on the device, if there is one.
+        """
         self.builder.task(
             kind,
-            uses,
+            self._compute if near else self._cores,
             reads=reads,
             writes=writes,
             seconds=seconds,
@@ -295,9 +272,7 @@ class Emitter:
 
     def cast(self, source: int, target: int, block: int, part: int, size: int) -> None:
         """Masters (`size` bytes of them) to compute weights."""
-        self.core_task(
-            TaskKind.CAST, self.costs.compute(moved=size * 1.5), [source], [target], block, part=part
-        )
+        self.task(TaskKind.CAST, self.costs.compute(moved=size * 1.5), [source], [target], block, part=part)
 
     # Updates
 
@@ -410,7 +385,7 @@ class Emitter:
         moved = size * (2 * planes + 1.5)
         if self.model.plan.placement.state == "disk":
             moved += size * len(self.model.planes)  # what is read and what is stored is summed
-        self.core_task(kind, self.costs.compute(moved=moved), reads, writes, block, part=part)
+        self.task(kind, self.costs.compute(moved=moved), reads, writes, block, part=part)
 
     def store_weights(self, block: int, source: int) -> Op:
         """Write compute weights to work.bin."""
@@ -491,7 +466,7 @@ class Emitter:
         works = self.model.works
         size = works.scratch(kind, block, tokens)
         scratch = [self.work(BufferKind.SCRATCH, size, block, micro)] if size else []
-        self.compute_task(
+        self.task(
             kind,
             works.seconds(kind, block, tokens, self.computing, self.mean_length, recompute, frozen),
             reads,
@@ -500,6 +475,7 @@ class Emitter:
             micro,
             SECOND if again else -1,
             workspace=works.workspace(kind, block, tokens),
+            near=True,
         )
 
     def saved(self, block: int, tokens: int, micro: int) -> list[int]:

@@ -89,7 +89,7 @@ class ExpertTasks:
             writes.append(out)
             del self._mixed[key]
         specs = bodies.experts_scratch(own, hidden, tokens, model.types, False, keep)
-        self.emitter.compute_task(
+        self.emitter.task(
             TaskKind.EXPERTS_FORWARD,
             self.emitter.experts_seconds(block, tokens) + seconds,
             reads,
@@ -97,6 +97,7 @@ class ExpertTasks:
             block,
             micro,
             workspace=bodies.KERNEL_WORKSPACE,
+            near=True,
         )
 
     def backward(
@@ -130,7 +131,7 @@ class ExpertTasks:
             if block == key[0] + 1:
                 del self._saved[key]
         scratch = bodies.experts_scratch(own, hidden, tokens, model.types, True, not recompute)
-        self.emitter.compute_task(
+        self.emitter.task(
             TaskKind.EXPERTS_BACKWARD,
             self.emitter.experts_seconds(block, tokens, (2.7 if recompute else 2.0) - (not gradients)),
             reads,
@@ -138,6 +139,7 @@ class ExpertTasks:
             block,
             micro,
             workspace=bodies.KERNEL_WORKSPACE,
+            near=True,
         )
 
     def _work(self, kind: BufferKind, specs: tuple[TensorSpec, ...], block: int, micro: int) -> int:

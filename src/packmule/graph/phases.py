@@ -178,7 +178,7 @@ def build_decode(model: PlannedModel, costs: Costs, new_tokens: int, most_tokens
         scratch = emitter.scratch(bodies.decode_scratch(layer, new_tokens, most_tokens, types), block, micro)
         routes = layer.experts is not None
         outputs = experts.opened(block, micro, new_tokens) if routes else [inputs[model.following(block)]]
-        emitter.compute_task(
+        emitter.task(
             TaskKind.ROUTE_DECODE if routes else TaskKind.LAYER_DECODE,
             model.works.seconds(
                 TaskKind.LAYER_FORWARD, block, new_tokens, emitter.computing, emitter.mean_length
@@ -189,6 +189,7 @@ def build_decode(model: PlannedModel, costs: Costs, new_tokens: int, most_tokens
             block,
             micro,
             workspace=bodies.layer_workspace(layer, most_tokens, types),
+            near=True,
         )
 
     def head_decode(block: int, micro: int, weights: list[int]) -> None:
@@ -198,7 +199,7 @@ def build_decode(model: PlannedModel, costs: Costs, new_tokens: int, most_tokens
         moved = rows * shape.hidden * ITEMSIZE[types.compute]
         seconds = emitter.computing.compute(bodies.head_flops(shape, 1, rows), moved=moved)
         reads = [*weights, inputs[head]]
-        emitter.compute_task(TaskKind.HEAD_DECODE, seconds, reads, [logits, scratch], block, micro)
+        emitter.task(TaskKind.HEAD_DECODE, seconds, reads, [logits, scratch], block, micro, near=True)
 
     _forward_all(emitter, range(1), run, head_decode)
     return emitter.build()

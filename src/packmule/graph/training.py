@@ -372,7 +372,7 @@ class _Step:
             norms = emitter.ram(BufferKind.NORMS, self.model.norm_bytes(block), block)
         self.norms.append(norms)
         gradient, seconds = self.gradient(block), emitter.computing.compute(moved=size)
-        return lambda: emitter.compute_task(TaskKind.NORM, seconds, [gradient], [norms], block)
+        return lambda: emitter.task(TaskKind.NORM, seconds, [gradient], [norms], block, near=True)
 
     def complete(self, visit: Visit, block: int) -> None:
         """A block's gradient has its last contribution in a visit: its norm, then update or storage."""
@@ -462,9 +462,7 @@ class _Step:
     def clip(self) -> None:
         """The clip factor from all norms."""
         if self.scale is not None:
-            self.emitter.core_task(
-                TaskKind.CLIP, self.emitter.costs.task_seconds, self.norms, [self.scale], -1
-            )
+            self.emitter.task(TaskKind.CLIP, self.emitter.costs.task_seconds, self.norms, [self.scale], -1)
 
     # The step
 
