@@ -21,11 +21,6 @@ LENGTHS = (7, 150, 150, 40, 1, 129, 40)
 """A one-token document, equal neighbors, and tiles that end in the middle and just after."""
 
 
-WIDEST = {"k.bias": float("inf")}
-"""Bounds of single tensors in bf16. What is added to every key alike moves no probability: without a
-norm or a turn after it the gradient of such a bias is 0, and what is computed is rounding."""
-
-
 def same_bits(ours: list[dict[str, torch.Tensor]], theirs: list[dict[str, torch.Tensor]]) -> bool:
     return all(torch.equal(a[name], b[name]) for a, b in zip(ours, theirs, strict=True) for name in a)
 
@@ -122,27 +117,44 @@ def test_loss_chunks_agree_in_float64(kernels: Kernels, rng: random.Random) -> N
 def test_bf16_gradients_stay_near_those_of_fp32(
     kernels: Kernels, rng: random.Random, row: Architecture, narrow: str
 ) -> None:
-    """bf16 keeps 8 bits: a rounding is up to 0.4 %, and a few dozen add up, norm-wise over the whole
-    gradient, to 2 or 4 %; a random model whose softmax is sharp makes up to 19 % of it, whichever dtype
-    multiplies. Single tensors of a dozen elements scatter more. Where two experts are nearly equal, a
-    rounding sends a token to the other one: those of experts and routers may be anything."""
+    """A rounding is not told from a fault by its size: where a softmax is sharp, or two experts are nearly
+    equal, the gradient of a random model turns by half and more on bf16's last bit. What it does turn by
+    is measured: the same model with weights nudged by up to four bf16 roundings (2**-6), in float32.
+    bf16's own error is some 0.5 of that change, up to 1.7 where tokens change their expert; over the
+    whole gradient up to 0.5 and 1.0."""
     shape, seed = row.shape(rng), rng.randrange(2**31)
     low, high = (PlainModel(shape, p, seed, kernels) for p in (narrow, "fp32"))
     batches = [pack(random_documents(rng, shape, lengths)) for lengths in ((140, 20), (77,))]
     low_loss, low_grads = plain_step(low, batches)
     loss, grads = plain_step(high, batches)
+    nudges = [nudged(PlainModel(shape, "fp32", seed, kernels), rng.randrange(2**31)) for _ in range(3)]
+    turned = [plain_step(model, batches)[1] for model in nudges]
     assert low_loss == pytest.approx(loss, rel=1e-2)
-    for block, named, theirs in zip(low.blocks, low_grads, grads, strict=True):
+    for block, named, theirs, *others in zip(low.blocks, low_grads, grads, *turned, strict=True):
         for name in named:
             assert named[name].dtype == torch.float32 and bool(named[name].isfinite().all())
-            if block.kind == "experts" or name == "router.weight":
+            # What is added to every key alike moves no probability: without a norm or a turn after it the
+            # gradient of such a bias is 0, and what is computed is rounding.
+            if block.kind == "experts" or name in ("router.weight", "k.bias"):
                 continue
-            assert 1e-4 < relative(named[name], theirs[name]) < WIDEST.get(name, 0.8), name
-    whole, expected = (
-        torch.cat([grad.flatten() for named in all_grads for grad in named.values()])
-        for all_grads in (low_grads, grads)
-    )
-    assert relative(whole, expected) < 0.4
+            change = max(relative(other[name], theirs[name]) for other in others)
+            assert 1e-4 < relative(named[name], theirs[name]) < 4 * change, (block.name, name)
+    change = max(relative(flat(other), flat(grads)) for other in turned)
+    assert relative(flat(low_grads), flat(grads)) < 2 * change
+
+
+def flat(grads: list[dict[str, torch.Tensor]]) -> torch.Tensor:
+    """A whole gradient as one vector."""
+    return torch.cat([grad.flatten() for named in grads for grad in named.values()])
+
+
+def nudged(model: PlainModel, seed: int) -> PlainModel:
+    """The model with every weight changed by up to 2**-6 of itself."""
+    generator = torch.Generator().manual_seed(seed)
+    for named in model.params:
+        for value in named.values():
+            value *= 1 + (2 * torch.rand(value.shape, generator=generator) - 1) * 2**-6
+    return model
 
 
 def has_experts(shape: ModelShape) -> bool:
