@@ -3,6 +3,8 @@
 #   tests/halves.sh PYTHON          run everything
 #   tests/halves.sh PYTHON --retry  run what failed once more, with another seed
 set -uo pipefail
+# A thread that spins while it waits keeps the other half off its core.
+export OMP_WAIT_POLICY=passive
 python=$1 retry=${2:-}
 
 half() {

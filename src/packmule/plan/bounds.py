@@ -134,7 +134,8 @@ def _memory_bound(shape: Shape, plan: Plan) -> int:
         summed = _bytes(vocabulary.gathered, hidden, step_tokens, types)
         head += layer_inputs + summed + works.scratch(TaskKind.PART_GRADIENT, part, tokens)
         head += own_weights * (sizes.weights[part] + sizes.weights[last])
-        if plan.io.prefetch and len(model.head_parts) > 2:
+        from_disk = "disk" in (place.state, place.weights)  # else the cores cast them, in their own order
+        if plan.io.prefetch and from_disk and len(model.head_parts) > 2:
             # The next part is fetched while the one before is stored or updated.
             least = model.head_parts[-1]
             head += own_weights * sizes.weights[least]
@@ -257,14 +258,15 @@ def seconds_bound(shape: Shape, plan: Plan, costs: Costs, mean_length: float) ->
                 matmul = runs * bodies.experts_flops(layer, tokens, own.count)
                 moved = runs * bodies.experts_moved(layer, tokens, types, own.count)
                 cores += len(indices) * costs.compute(matmul, moved=moved)
-        # Parts are as equal as can be; the last one is no larger than any.
-        embed, part = model.embedding[-1], model.head_parts[-1] if model.cut else -1
+        embed = model.embedding[-1]
         ends = sum(trained[block] for block in model.embedding) * seconds(TaskKind.EMBED_BACKWARD, embed)
         ends += backward(TaskKind.HEAD_CLOSE if model.cut else TaskKind.HEAD_LOSS, [last])
         cores += len(model.embedding) * seconds(TaskKind.EMBED_FORWARD, embed)
         if model.cut:
-            ends += len(model.head_parts) * seconds(TaskKind.PART_GRADIENT, part)
-            cores += len(model.head_parts) * seconds(TaskKind.PART_SCORE, part)
+            # Parts are as equal as can be, the last one no larger than any but for learned positions.
+            count, two = len(model.head_parts), (model.head_parts[0], model.head_parts[-1])
+            ends += count * min(seconds(TaskKind.PART_GRADIENT, part) for part in two)
+            cores += count * min(seconds(TaskKind.PART_SCORE, part) for part in two)
         cores += ends * (2 if twice else 1)
     total, state = (
         sum(share * size for share, size in zip(trained, per_block, strict=True))

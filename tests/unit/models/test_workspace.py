@@ -45,12 +45,12 @@ def memory(key: str) -> int:
     return next(int(line.split()[1]) << 10 for line in lines if line.startswith(key))
 
 
-def peak_bytes(body: Callable[[], object]) -> int:
-    """By the module's method; the least of three, since a process that has run other tests also
-    faults in what those left behind."""
+def peak_bytes(body: Callable[[], object], bound: int = 0) -> int:
+    """By the module's method; the least of three, or the first within a bound, since a process that has
+    run other tests also faults in what those left behind."""
     body()
-    found = []
-    for _ in range(3):
+    found: list[int] = []
+    while len(found) < 3 and min(found, default=bound + 1) > bound:
         ctypes.CDLL(None).malloc_trim(0)
         Path("/proc/self/clear_refs").write_text("5")
         before = memory("VmRSS")
@@ -124,7 +124,8 @@ def check_layer(shape: ModelShape, precision: str, length: int) -> None:
         bodies_of.layer_forward(decoder, layer, weights, batch, x, saved, scratch, out)
         bodies_of.layer_backward(decoder, layer, weights, batch, x, saved, scratch, x, dx, grads, True, True)
 
-    assert peak_bytes(body) <= bodies.layer_workspace(layer, TOKENS, types)
+    bound = bodies.layer_workspace(layer, TOKENS, types)
+    assert peak_bytes(body, bound) <= bound
     decoder.kernels.close()
 
 
@@ -158,7 +159,7 @@ def test_experts_stay_within_their_workspace(precision: str) -> None:
             scratch, stream,
         )  # fmt: skip
 
-    assert peak_bytes(body) <= bodies.KERNEL_WORKSPACE
+    assert peak_bytes(body, bodies.KERNEL_WORKSPACE) <= bodies.KERNEL_WORKSPACE
     kernels.close()
 
 
@@ -179,7 +180,8 @@ def test_the_head_stays_within_its_workspace(precision: str) -> None:
     x = buffers((bodies.input_spec(SHAPE, TOKENS, types),))["x"]
     scratch, dx = buffers(bodies.head_scratch(SHAPE, chunk, types, True)), torch.zeros_like(x)
     used = peak_bytes(
-        lambda: bodies_of.head_loss(decoder, weights, batch, x, 1e-3, chunk, dx, grads, scratch, True)
+        lambda: bodies_of.head_loss(decoder, weights, batch, x, 1e-3, chunk, dx, grads, scratch, True),
+        bodies.KERNEL_WORKSPACE,
     )
     assert used <= bodies.KERNEL_WORKSPACE
     decoder.kernels.close()
