@@ -111,7 +111,8 @@ def test_a_pruned_export_computes_the_same_on_its_corpus(trained: Done, bench: B
         with torch.no_grad():
             expected = models[0](torch.tensor([wide])).logits
             logits = models[1](torch.tensor([narrow])).logits
-        assert torch.equal(logits, expected[..., kept])
+        # Narrower products may sum in another order, not more.
+        torch.testing.assert_close(logits, expected[..., kept], rtol=1e-5, atol=1e-5)
     assert after.decode(after.encode(["naïve ☕ text!"])[0]) == "naïve ☕ text!"
 
 
