@@ -97,6 +97,7 @@ def make_plan(
     vocabulary_parts: int = 1,
     turns: Turns | None = None,
     device: bool = False,
+    device_updates: int = 0,
     speculate: bool = False,
 ) -> Plan:
     """A plan with small chunks, so that even tiny blocks stream in pieces."""
@@ -116,7 +117,7 @@ def make_plan(
         ),
         placement=placement or Placement(state="ram", weights="state"),
         device=DevicePlan(name="fake", memory_bytes=1 << 30) if device else None,
-        order=order, recompute=recompute, update=update, speculate=speculate,
+        device_updates=device_updates, order=order, recompute=recompute, update=update, speculate=speculate,
         io=Io(prefetch=prefetch, chunk_bytes=chunk_bytes),
         checkpoint=CheckpointPlan(
             commit_steps=commit_steps, snapshot_steps=snapshot_steps, snapshots_kept=snapshots_kept

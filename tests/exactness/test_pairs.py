@@ -34,6 +34,7 @@ AXES = {
     "kept_state": (0, 2, 99),
     "device": (False, True),
     "device_weights": (0, 1, 99),
+    "device_updates": (0, 40, 100),
     "update": ("after-backward", "on-backward", "on-fetch"),
     "prefetch": (0, 1, 2),
     "micro_rows": ((4,), (3, 1), (1, 1, 1, 1)),
@@ -57,8 +58,7 @@ NUMERICS = ("precision", "micro_rows", "clip", "tied", "rule", "vocabulary_parts
 
 DRAWN = (
     "precision", "order", "recompute", "commit_steps", "snapshot_steps", "kept_weights", "kept_state",
-    "device_weights",
-    "speculate",
+    "device_weights", "device_updates", "speculate",
 )  # fmt: skip
 """Drawn anew for each combination of the others: their product with all of them takes hours."""
 
@@ -90,6 +90,7 @@ def plan_of(row: Row) -> Plan:
             "vocabulary_parts",
             "turns",
             "device",
+            "device_updates",
             "speculate",
         )
     }

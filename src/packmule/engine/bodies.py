@@ -13,7 +13,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from packmule.engine import stored, updates, vocabulary
+from packmule.engine import link, stored, updates, vocabulary
 from packmule.engine.access import gradients as _gradients
 from packmule.engine.access import head_input as _head_input
 from packmule.engine.access import input_of as _input
@@ -348,7 +348,7 @@ def head_decode(runtime: Runtime, task: Task) -> None:
     _tensor(runtime, place, model.decoder.vocab, "float32")[ids.start : ids.stop].copy_(logits)
 
 
-# Disk and link
+# Disk
 
 
 def _transfer(kind: BufferKind, write: bool) -> Body:
@@ -363,19 +363,6 @@ def _transfer(kind: BufferKind, write: bool) -> Body:
             runtime.disk.write(runtime.work, view, far.offset)
         else:
             runtime.disk.read_into(runtime.work, view, far.offset)
-
-    return body
-
-
-def _over_link(kind: BufferKind, send: bool) -> Body:
-    def body(runtime: Runtime, task: Task) -> None:
-        far = task.get(kind, tier=Tier.DEVICE)
-        near = task.find(kind, tier=Tier.RAM) or task.get(BufferKind.STATE)  # whose masters come first
-        view = runtime.arena.view(near.offset, far.bytes)
-        if send:
-            runtime.device.send(view, far.offset)
-        else:
-            runtime.device.receive(view, far.offset)
 
     return body
 
@@ -419,11 +406,14 @@ BODIES: dict[TaskKind, Body] = {
     TaskKind.PART_GRADIENT: vocabulary.part_gradient,
     TaskKind.HEAD_CLOSE: vocabulary.head_close,
     TaskKind.HEAD_TALLY: vocabulary.head_tally,
-    TaskKind.SEND_WEIGHTS: _over_link(BufferKind.WEIGHTS, send=True),
-    TaskKind.SEND_GRADIENT: _over_link(BufferKind.GRADIENT, send=True),
-    TaskKind.SEND_INPUT: _over_link(BufferKind.INPUT, send=True),
-    TaskKind.SEND_ROUTED: _over_link(BufferKind.ROUTED, send=True),
-    TaskKind.RECEIVE_GRADIENT: _over_link(BufferKind.GRADIENT, send=False),
-    TaskKind.RECEIVE_INPUT: _over_link(BufferKind.INPUT, send=False),
-    TaskKind.RECEIVE_ROUTED: _over_link(BufferKind.ROUTED, send=False),
+    TaskKind.SEND_WEIGHTS: link.weights(send=True),
+    TaskKind.SEND_GRADIENT: link.gradient(send=True),
+    TaskKind.SEND_INPUT: link.whole(BufferKind.INPUT, send=True),
+    TaskKind.SEND_ROUTED: link.whole(BufferKind.ROUTED, send=True),
+    TaskKind.SEND_STATE: link.state(send=True),
+    TaskKind.RECEIVE_GRADIENT: link.gradient(send=False),
+    TaskKind.RECEIVE_INPUT: link.whole(BufferKind.INPUT, send=False),
+    TaskKind.RECEIVE_ROUTED: link.whole(BufferKind.ROUTED, send=False),
+    TaskKind.RECEIVE_STATE: link.state(send=False),
+    TaskKind.RECEIVE_WEIGHTS: link.weights(send=False),
 }

@@ -14,7 +14,7 @@ from packmule.engine.access import tensor as _tensor
 from packmule.engine.program import Task
 from packmule.engine.runtime import Ahead, Runtime, StepState
 from packmule.errors import RunFailed
-from packmule.graph.kinds import BufferKind
+from packmule.graph.kinds import BufferKind, Tier
 from packmule.optim.rule import Update
 from packmule.shapes.layout import ITEMSIZE, Entry
 from packmule.shapes.state import factors
@@ -81,7 +81,11 @@ def _ahead(runtime: Runtime) -> Ahead:
 
 
 def _apply(runtime: Runtime, task: Task, shared: Update) -> None:
-    """The rule; checksums of what comes from the disk and goes there are taken while it is in the cache."""
+    """The rule; checksums of what comes from the disk and goes there are taken while it is in the cache. On a
+    device there are none to take."""
+    if task.find(BufferKind.STATE_CHUNK, tier=Tier.DEVICE) is not None:
+        _rule(runtime, task, shared)
+        return
     chunks = stored.moving(runtime, task)
     stored.confirm(runtime, chunks)
     _rule(runtime, task, shared)
@@ -100,7 +104,11 @@ def _rule(runtime: Runtime, task: Task, shared: Update) -> None:
     whole = task.find(BufferKind.GRADIENT)
     gradient = whole or task.get(BufferKind.GRADIENT_CHUNK)
     gradient_base = start if whole else 0
-    target = task.find(BufferKind.WEIGHTS)
+    target, weights_base = task.find(BufferKind.WEIGHTS), 0
+    if target is None:
+        target = task.find(BufferKind.WEIGHTS_CHUNK)
+        weights_base = 0 if target is None else model.weights_span(task.block, task.part)[0]
+    kernels = runtime.near_kernels if state.tier == Tier.DEVICE else runtime.kernels
     types = model.types
     item = ITEMSIZE[types.master]
     for entry, skip, length in _segments(runtime.plane_layouts[task.block].entries, start, size):
@@ -120,9 +128,9 @@ def _rule(runtime: Runtime, task: Task, shared: Update) -> None:
             at = (
                 runtime.weight_layouts[task.block][entry.name].offset + skip // item * ITEMSIZE[types.compute]
             )
-            weight = _tensor(runtime, target, count, types.compute, at)
+            weight = _tensor(runtime, target, count, types.compute, at - weights_base)
         values = _tensor(runtime, gradient, count, types.gradient, gradient_base + inside)
-        runtime.rule.apply(runtime.kernels, shared, role, planes, values, weight)
+        runtime.rule.apply(kernels, shared, role, planes, values, weight)
 
 
 def _factors(runtime: Runtime, task: Task) -> dict[str, list[Tensor]]:

@@ -9,6 +9,9 @@ import numpy as np
 from packmule.graph.offsets import assign_offsets, reuse_pairs
 from packmule.graph.step import Csr, StepGraph
 
+WHOLE = -1
+"""In place of a part's number: all of a buffer."""
+
 
 class GraphBuilder:
     """Collects tasks and buffers; derives dependencies from reads and writes.
@@ -33,8 +36,10 @@ class GraphBuilder:
         self._buffers: list[tuple[int, int, int, int, bool, int, int, int, int]] = []
         self._first: list[int] = []
         self._last: list[int] = []
-        self._writer: list[int] = []  # last task that wrote the buffer
-        self._readers: list[list[int]] = []  # readers since then
+        # By buffer and part of it (or WHOLE): the last task that wrote it, and those that have read it since.
+        self._writer: list[dict[int, int]] = []
+        self._readers: list[dict[int, list[int]]] = []
+        self._openers: list[list[int]] = []  # tasks that wait for no other of the buffer
 
     def buffer(
         self,
@@ -58,8 +63,9 @@ class GraphBuilder:
         )
         self._first.append(-1)
         self._last.append(-1)
-        self._writer.append(-1)
-        self._readers.append([])
+        self._writer.append({})
+        self._readers.append({})
+        self._openers.append([])
         return len(self._buffers) - 1
 
     def task(
@@ -76,8 +82,13 @@ class GraphBuilder:
         block: int = -1,
         micro: int = -1,
         part: int = -1,
+        partly: Collection[int] = (),
     ) -> int:
         """Add the next task in program order; its index.
+
+        Args:
+            partly: of these buffers it touches only what belongs to its `part`, so that it need not wait for
+                tasks that do so with another part.
 
         Raises:
             ValueError: it reads a transient buffer that nothing has written.
@@ -86,19 +97,30 @@ class GraphBuilder:
         read_list, write_list = list(dict.fromkeys(reads)), list(dict.fromkeys(writes))
         deps: set[int] = set()
         for buffer in read_list:
-            if self._writer[buffer] < 0 and not self._buffers[buffer][4]:
+            writers = self._written_by(buffer, part if buffer in partly else WHOLE)
+            if not writers and not self._buffers[buffer][4]:
                 raise ValueError(f"task {index} reads buffer {buffer}, which nothing has written")
-            deps.add(self._writer[buffer])
+            deps.update(writers)
         for buffer in write_list:
-            deps.add(self._writer[buffer])
-            deps.update(self._readers[buffer])
-        deps.discard(-1)
+            at = part if buffer in partly else WHOLE
+            writers = self._written_by(buffer, at)
+            if not writers:
+                self._openers[buffer].append(index)
+            deps.update(writers)
+            readers = self._readers[buffer]
+            for key in readers if at == WHOLE else (WHOLE, at):
+                deps.update(readers.get(key, ()))
         for buffer in read_list:
-            self._readers[buffer].append(index)
+            at = part if buffer in partly else WHOLE
+            self._readers[buffer].setdefault(at, []).append(index)
             self._touch(buffer, index)
         for buffer in write_list:
-            self._writer[buffer] = index
-            self._readers[buffer] = []
+            at = part if buffer in partly else WHOLE
+            if at == WHOLE:
+                self._writer[buffer].clear()
+                self._readers[buffer].clear()
+            self._writer[buffer][at] = index
+            self._readers[buffer][at] = []
             self._touch(buffer, index)
         self._tasks.append((kind, rank, block, micro, part, seconds, workspace, moved))
         self._uses.append([self._resources[name] for name in uses])
@@ -107,6 +129,19 @@ class GraphBuilder:
         self._writes.append(write_list)
         self._deps.append(sorted(deps))
         return index
+
+    def _written_by(self, buffer: int, part: int) -> Collection[int]:
+        """The tasks that what is in a part of a buffer, or in all of it, comes from."""
+        writers = self._writer[buffer]
+        if part == WHOLE:
+            return writers.values()
+        return [writers[key] for key in (part, WHOLE) if key in writers][:1]
+
+    def _ends(self, buffer: int) -> Iterable[int]:
+        """The tasks after which nothing more is asked of a buffer."""
+        writers, readers = self._writer[buffer], self._readers[buffer]
+        for key in {**writers, **readers}:
+            yield from readers.get(key) or [writers[key]]
 
     def _touch(self, buffer: int, task: int) -> None:
         if self._first[buffer] < 0:
@@ -144,8 +179,8 @@ class GraphBuilder:
             offset[members] = base + assign_offsets(first[members], held[members], rounded, until[members])
             for earlier, later in reuse_pairs(first[members], last[members], offset[members], rounded):
                 before, after = int(members[earlier]), int(members[later])
-                target = int(first[after])
-                deps[target].update(self._readers[before] or [self._writer[before]])
+                for opener in self._openers[after]:
+                    deps[opener].update(self._ends(before))
         graph = StepGraph(
             resources=tuple(self._resources),
             capacity=np.array(self._capacity, np.int64),

@@ -10,6 +10,13 @@ ATTENTION_SHARE = 0.4
 """Attention's speed as a share of a large matmul's: its products are small and its softmax
 is bound by memory."""
 
+TORCH_PASSES = 3.5
+"""What an update in torch's operations moves through memory, as a multiple of what it has to: AdamW's read or
+write some 25 values per element where one pass has 7.5 (counted, not measured)."""
+
+TORCH_COPIES = 4
+"""Chunks of a plane that these operations hold at once: scaled gradient, root, quotient, and one to spare."""
+
 
 @dataclass(frozen=True)
 class DeviceCosts:
@@ -18,11 +25,21 @@ class DeviceCosts:
     Attributes:
         compute: its own, where a machine's are asked for; it has no disk.
         send_bytes, receive_bytes: per second, of the link's two directions.
+        torch_kernels: its updates are torch's operations one by one, and not one pass of csrc.
     """
 
     compute: Costs
     send_bytes: float
     receive_bytes: float
+    torch_kernels: bool = False
+
+    def update(self, moved: float) -> float:
+        """Seconds of an update that moves so many bytes at least through the device's memory."""
+        return self.compute.compute(moved=moved * (TORCH_PASSES if self.torch_kernels else 1.0))
+
+    def update_workspace(self, size: int) -> int:
+        """Bytes that an update of a chunk of a plane allocates on the device and frees again."""
+        return TORCH_COPIES * size if self.torch_kernels else 0
 
     def send(self, size: int) -> float:
         """Seconds to bring bytes from RAM to the device."""
@@ -101,4 +118,5 @@ def _device_costs(hardware: Hardware, product: str, disk: DiskSpeed, device: Dev
         "task_seconds": device.task_seconds,
     }
     compute = Costs.of(hardware.model_copy(update=rates), product, disk)
-    return DeviceCosts(compute, device.send_bytes_per_second, device.receive_bytes_per_second)
+    send, receive = device.send_bytes_per_second, device.receive_bytes_per_second
+    return DeviceCosts(compute, send, receive, torch_kernels=not device.fake)

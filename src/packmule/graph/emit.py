@@ -6,7 +6,7 @@ called; a `Stream` is a list of (read, rest) pairs whose reads may run ahead.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from functools import partial
 
@@ -132,6 +132,7 @@ class Emitter:
         block: int,
         micro: int = -1,
         part: int = -1,
+        partly: Collection[int] = (),
     ) -> None:
         """A transfer of `size` bytes."""
         reading = kind.name.startswith("READ")
@@ -149,6 +150,7 @@ class Emitter:
             block=block,
             micro=micro,
             part=part,
+            partly=partly,
         )
 
     def task(
@@ -162,11 +164,13 @@ class Emitter:
         part: int = -1,
         workspace: int = 0,
         near: bool = False,
+        partly: Collection[int] = (),
     ) -> None:
         """Work on all threads.
 
         Args:
             near: where the model is computed: on the device, if there is one.
+            partly: as in `GraphBuilder.task`.
         """
         self.builder.task(
             kind,
@@ -178,12 +182,21 @@ class Emitter:
             block=block,
             micro=micro,
             part=part,
+            partly=partly,
         )
 
     # The link to a device
 
     def link_task(
-        self, kind: TaskKind, size: int, source: int, target: int, block: int, micro: int = -1, part: int = -1
+        self,
+        kind: TaskKind,
+        size: int,
+        source: int,
+        target: int,
+        block: int,
+        micro: int = -1,
+        part: int = -1,
+        partly: Collection[int] = (),
     ) -> None:
         """A transfer of `size` bytes from RAM to the device (SEND_*), or back."""
         rates, sends = self.costs.device, kind.name.startswith("SEND")
@@ -199,6 +212,7 @@ class Emitter:
             block=block,
             micro=micro,
             part=part,
+            partly=partly,
         )
 
     # Weights
@@ -214,11 +228,14 @@ class Emitter:
         they are sent on to it, whole."""
         if self.near != Tier.DEVICE:
             return stream, source
-        if self.model.on_device(block):
-            target = self.resident(BufferKind.WEIGHTS, Tier.DEVICE, block)
-        else:
-            target = self.work(BufferKind.WEIGHTS, self.model.weight_bytes[block], block)
+        target = self.near_weights(block)
         return [*stream, Piece(None, None, partial(self._send_weights, block, source[0], target))], [target]
+
+    def near_weights(self, block: int) -> int:
+        """The buffer of a block's compute weights on the device."""
+        if self.model.on_device(block):
+            return self.resident(BufferKind.WEIGHTS, Tier.DEVICE, block)
+        return self.work(BufferKind.WEIGHTS, self.model.weight_bytes[block], block)
 
     def renew(self, block: int, source: int) -> Piece:
         """Weights that stay on the device after an update."""
@@ -254,138 +271,45 @@ class Emitter:
         for part, (_, size) in enumerate(self.model.chunks(block)):
             slot = self.resident(BufferKind.SLOT, Tier.SLOTS, block, part)
             if not self.model.casts:
-                stream.append(
-                    Piece(self._read(TaskKind.READ_VERIFIED, size, slot, target, block, part), None)
-                )
+                stream.append(Piece(self.read(TaskKind.READ_VERIFIED, size, slot, target, block, part), None))
                 continue
             chunk = self.ram(BufferKind.MASTER_CHUNK, size, block, part=part)
             stream.append(
                 Piece(
-                    self._read(TaskKind.READ_STATE, size, slot, chunk, block, part),
+                    self.read(TaskKind.READ_STATE, size, slot, chunk, block, part),
                     partial(self.cast, chunk, target, block, part, size),
                 )
             )
         return stream
 
-    def _read(self, kind: TaskKind, size: int, source: int, target: int, block: int, part: int) -> Op:
+    def read(self, kind: TaskKind, size: int, source: int, target: int, block: int, part: int) -> Op:
+        """A chunk from disk."""
         return lambda: self.disk_task(kind, size, [source], [target], block, part=part)
 
     def cast(self, source: int, target: int, block: int, part: int, size: int) -> None:
         """Masters (`size` bytes of them) to compute weights."""
         self.task(TaskKind.CAST, self.costs.compute(moved=size * 1.5), [source], [target], block, part=part)
 
-    # Updates
-
-    def update(
-        self,
-        block: int,
-        gradient: int | None,
-        scale: int | None,
-        target: int | None,
-        kind: TaskKind = TaskKind.UPDATE,
-    ) -> Stream:
-        """Apply the rule to a block.
-
-        Args:
-            gradient: its buffer in RAM, or None when it lies on disk in chunks.
-            scale: the clip factor's buffer, or None.
-            target: compute weights to fill in the same pass, or None.
-            kind: UPDATE or UPDATE_AHEAD.
-        """
-        model, place = self.model, self.model.plan.placement
-        scales = [] if scale is None else [scale]
-        targets = [] if target is None else [target]
-        stream: Stream = []
-        resident = self.resident(BufferKind.STATE, Tier.RAM, block) if model.holds_state(block) else None
-        if place.state == "ram" and resident is not None and gradient is not None:
-            whole = self._update_op(
-                kind, model.plane_bytes[block], [gradient, *scales], [resident, *targets], block, -1
-            )
-            return [Piece(None, whole)]
-        if model.whole_updates:
-            return self._whole_update(kind, block, gradient, scales, targets)
-        for part, (_, size) in enumerate(model.chunks(block)):
-            reads: list[Op] = []
-            rests: list[Op] = []
-            source = gradient
-            if source is None:
-                stored = self.resident(BufferKind.GRADIENT_CHUNK, Tier.DISK, block, part)
-                source = self.ram(BufferKind.GRADIENT_CHUNK, size, block, part=part)
-                reads.append(self._read(TaskKind.READ_GRADIENT, size, stored, source, block, part))
-            state = resident
-            if state is None:
-                slot = self.resident(BufferKind.SLOT, Tier.SLOTS, block, part)
-                total = model.part_bytes(block, part)
-                state = self.ram(BufferKind.STATE_CHUNK, total, block, part=part)
-                reads.append(self._read(TaskKind.READ_STATE, total, slot, state, block, part))
-            if place.state == "disk":
-                rests.append(self._store(state, block, range(part, part + 1)))
-            update = self._update_op(kind, size, [source, *scales], [state, *targets], block, part)
-            stream.append(Piece(_all(reads), _all([update, *rests])))
-        return stream
-
-    def _whole_update(
-        self, kind: TaskKind, block: int, gradient: int | None, scales: list[int], targets: list[int]
-    ) -> Stream:
-        """`update` by a rule that needs all of a tensor: what is not in RAM whole is brought there."""
-        model, chunks = self.model, self.model.chunks(block)
-        stream: Stream = []
-        if gradient is None:
-            gradient = self.ram(BufferKind.GRADIENT, model.plane_bytes[block], block)
-            for part, (_, size) in enumerate(chunks):
-                stored = self.resident(BufferKind.GRADIENT_CHUNK, Tier.DISK, block, part)
-                read = self._read(TaskKind.READ_GRADIENT, size, stored, gradient, block, part)
-                stream.append(Piece(read, None))
-        if model.holds_state(block):
-            state = self.resident(BufferKind.STATE, Tier.RAM, block)
-        else:
-            state = self.ram(BufferKind.STATE, sum(model.plane_sizes[block]), block)
-            for part in range(len(chunks)):
-                slot, total = (
-                    self.resident(BufferKind.SLOT, Tier.SLOTS, block, part),
-                    model.part_bytes(block, part),
-                )
-                read = self._read(TaskKind.READ_STATE, total, slot, state, block, part)
-                stream.append(Piece(read, None))
-        stores: list[Op] = []
-        if model.plan.placement.state == "disk":
-            stores = [self._store(state, block, range(part, part + 1)) for part in range(len(chunks))]
-        size = model.plane_bytes[block]
-        update = self._update_op(kind, size, [gradient, *scales], [state, *targets], block, -1)
-        return [*stream, Piece(None, update), *(Piece(None, store) for store in stores)]
-
-    def _update_op(
-        self, kind: TaskKind, size: int, reads: list[int], writes: list[int], block: int, part: int
-    ) -> Op:
-        return lambda: self._rule(kind, size, reads, writes, block, part)
+    # Slots
 
     def slots(self, block: int, parts: range) -> tuple[list[int], int]:
         """The slots of some chunks of a block, and the bytes of these chunks in all planes."""
         slots = [self.resident(BufferKind.SLOT, Tier.SLOTS, block, part) for part in parts]
         return slots, sum(self.model.part_bytes(block, part) for part in parts)
 
-    def _store(self, state: int, block: int, parts: range) -> Op:
+    def store(self, state: int, block: int, parts: range, partly: Collection[int] = ()) -> Op:
         """Write some chunks of every plane to their slots, and to the snapshot under way while they are in
         RAM."""
 
         def emit() -> None:
             slots, size = self.slots(block, parts)
-            self.disk_task(TaskKind.WRITE_STATE, size, [state], slots, block, part=parts.start)
+            chunk, to = parts.start, self.disk_task
+            to(TaskKind.WRITE_STATE, size, [state], slots, block, part=chunk, partly=partly)
             if self.snapshot:
                 copies = [self.resident(BufferKind.COPY, Tier.SNAPSHOT, block, part) for part in parts]
-                self.disk_task(TaskKind.WRITE_SNAPSHOT, size, [state], copies, block, part=parts.start)
+                to(TaskKind.WRITE_SNAPSHOT, size, [state], copies, block, part=chunk, partly=partly)
 
         return emit
-
-    def _rule(
-        self, kind: TaskKind, size: int, reads: list[int], writes: list[int], block: int, part: int
-    ) -> None:
-        # A rule that needs all of a tensor looks at gradient and masters before.
-        planes = 3 if self.model.whole_updates else len(self.model.planes)
-        moved = size * (2 * planes + 1.5)
-        if self.model.plan.placement.state == "disk":
-            moved += size * len(self.model.planes)  # what is read and what is stored is summed
-        self.task(kind, self.costs.compute(moved=moved), reads, writes, block, part=part)
 
     def store_weights(self, block: int, source: int) -> Op:
         """Write compute weights to work.bin."""
@@ -396,7 +320,7 @@ class Emitter:
     def stores(self, block: int) -> Stream:
         """Write a block's resident state to its slot."""
         state = self.resident(BufferKind.STATE, Tier.RAM, block)
-        return [Piece(None, self._store(state, block, parts)) for parts in self.model.runs(block)]
+        return [Piece(None, self.store(state, block, parts)) for parts in self.model.runs(block)]
 
     def copies(self, block: int) -> Stream:
         """Copy a block's state from its slot to the snapshot under way, if there is one."""
@@ -406,7 +330,7 @@ class Emitter:
             slot = self.resident(BufferKind.SLOT, Tier.SLOTS, block, part)
             copy = self.resident(BufferKind.COPY, Tier.SNAPSHOT, block, part)
             chunk = self.ram(BufferKind.STATE_CHUNK, total, block, part=part)
-            read = self._read(TaskKind.READ_VERIFIED, total, slot, chunk, block, part)
+            read = self.read(TaskKind.READ_VERIFIED, total, slot, chunk, block, part)
             write = partial(self.disk_task, TaskKind.WRITE_SNAPSHOT, total, [chunk], [copy], block, part=part)
             stream.append(Piece(read, write))
         return stream
@@ -491,7 +415,8 @@ class Emitter:
         return self.computing.compute(matmul * factor, moved=moved * factor)
 
 
-def _all(ops: list[Op]) -> Op | None:
+def all_of(ops: list[Op]) -> Op | None:
+    """Several tasks as one op."""
     if not ops:
         return None
 

@@ -63,6 +63,9 @@ class TaskKind(IntEnum):
     UPDATE_AHEAD = 42  # before the clip factor is known, as if nothing were clipped
     VALIDATE = 43  # commit what was updated ahead, or drop it
     READ_VERIFIED = 44  # state that no task of the cores takes next
+    SEND_STATE = 45  # to an update on the device, and back
+    RECEIVE_STATE = 46
+    RECEIVE_WEIGHTS = 47  # that an update on the device has made
 
 
 COMPUTE = frozenset(
@@ -120,3 +123,4 @@ class BufferKind(IntEnum):
     COPY = 19  # a chunk of a block's planes in a snapshot's state.bin
     SCORES = 20  # what parts of the head have found of a micro-batch's tokens
     GATHERED = 21  # gradients that parts of the head hand on to its norm
+    WEIGHTS_CHUNK = 22  # the parameters of an element range in the compute dtype, on their way

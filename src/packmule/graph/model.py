@@ -34,6 +34,8 @@ class PlannedModel:
     def __post_init__(self) -> None:
         # The shape as the plan cuts it.
         object.__setattr__(self, "shape", self.shape.cut(self.plan.numerics.vocabulary_parts))
+        if self.plan.device_updates and (self.whole_updates or self.plan.device is None):
+            raise ValueError("chunks are updated on a device, by a rule that looks at elements alone")
 
     @cached_property
     def types(self) -> Dtypes:
@@ -142,6 +144,36 @@ class PlannedModel:
         size, (masters, *others) = self.chunks(block)[part][1], self.plane_sizes[block]
         more = (size if other == masters else other * (part == 0) for other in others)
         return size + sum(more)
+
+    @cached_property
+    def _first_chunks(self) -> tuple[int, ...]:
+        """Per block, how many chunks those before it have."""
+        counts = [len(self.chunks(block.index)) for block in self.blocks]
+        return tuple(sum(counts[:block]) for block in range(len(counts)))
+
+    def updates_there(self, block: int) -> tuple[int, ...]:
+        """The chunks of a block that the device updates: of all the model's in order, as many per hundred as
+        the plan says, evenly spread."""
+        share, first = self.plan.device_updates, self._first_chunks[block]
+        if not share:
+            return ()
+        numbers = range(first, first + len(self.chunks(block)))
+        return tuple(n - first for n in numbers if (n + 1) * share // 100 > n * share // 100)
+
+    def weights_span(self, block: int, part: int) -> tuple[int, int]:
+        """(start, end) of what a chunk of a block's masters becomes, in bytes of its compute weights."""
+        start, size = self.chunks(block)[part]
+        entries = self.blocks[block].layout(self.types.master).entries
+        weights, item = self.blocks[block].layout(self.types.compute), ITEMSIZE[self.types.compute]
+        ends: list[int] = []
+        for entry in entries:
+            low, high = max(entry.offset, start), min(entry.offset + entry.bytes, start + size)
+            if low < high:
+                at = weights[entry.name].offset
+                ends += [
+                    at + (place - entry.offset) // ITEMSIZE[self.types.master] * item for place in (low, high)
+                ]
+        return (ends[0], ends[-1]) if ends else (0, 0)
 
     @property
     def whole_updates(self) -> bool:

@@ -62,7 +62,7 @@ def ledger(
     tier = graph.buffer_tier.tolist()
     size = graph.buffer_bytes.tolist()
     persistent = graph.buffer_persistent.tolist()
-    first = graph.buffer_first.tolist()
+    claimed = list(persistent)
     live = [0] * len(graph.tiers)
     for buffer in range(graph.buffers):
         if persistent[buffer]:
@@ -72,7 +72,8 @@ def ledger(
         for buffer in touched[task]:
             if persistent[buffer]:
                 continue
-            if is_start and first[buffer] == task:
+            if is_start and not claimed[buffer]:
+                claimed[buffer] = True
                 live[tier[buffer]] += size[buffer]
             elif not is_start:
                 left[buffer] -= 1

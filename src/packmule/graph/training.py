@@ -7,10 +7,12 @@ from functools import partial
 from packmule.graph.costs import Costs
 from packmule.graph.emit import Emitter, Op, Piece, Stream
 from packmule.graph.experts import ExpertTasks
+from packmule.graph.gradients import Gradient, Gradients
 from packmule.graph.kinds import BufferKind, TaskKind, Tier
 from packmule.graph.model import PlannedModel
 from packmule.graph.spills import Spills
 from packmule.graph.step import StepGraph
+from packmule.graph.updates import Targets, Updates
 from packmule.graph.visits import Visit, ahead, arrange, emit
 from packmule.graph.vocabulary import VocabularyTasks
 from packmule.shapes.layout import PAGE
@@ -30,6 +32,8 @@ class _Step:
         speculate: bool = False,
     ) -> None:
         self.emitter = Emitter(model, costs, mean_length, snapshot)
+        self.gradients = Gradients(self.emitter)
+        self.updates = Updates(self.emitter)
         self.experts = ExpertTasks(self.emitter)
         self.vocabulary = VocabularyTasks(self.emitter)
         self.model = model
@@ -49,9 +53,6 @@ class _Step:
         self.last_part: list[int] = []
         self.head_norm: list[int] = []
         self.balanced = False
-        self.gradients: dict[tuple[int, bool], int] = {}
-        self.computed: dict[tuple[int, bool], int] = {}
-        self.halves: dict[tuple[int, bool], int] = {}
         self.norms: list[int] = []
 
     # Buffers that visits share
@@ -70,42 +71,9 @@ class _Step:
             self.dy[micro] = self.emitter.work(BufferKind.DY, size, micro=micro)
         return self.dy[micro]
 
-    def gradient(self, block: int, again: bool = False) -> int:
-        """A block's gradient, where backward adds to it.
-
-        Args:
-            again: that of the second backward of a step that has two.
-        """
-        if self.emitter.near == Tier.RAM:
-            return self.whole_gradient(block, again)
-        if (block, again) not in self.computed:
-            buffer = self.emitter.work(BufferKind.GRADIENT, self.model.plane_bytes[block], block)
-            self.computed[block, again] = buffer
-        return self.computed[block, again]
-
-    def whole_gradient(self, block: int, again: bool = False) -> int:
-        """A block's gradient in RAM, complete; `again` as in `gradient`."""
-        if (block, again) not in self.gradients:
-            if self.emitter.has_resident(BufferKind.GRADIENT, Tier.RAM, block):
-                buffer = self.emitter.resident(BufferKind.GRADIENT, Tier.RAM, block)
-            else:
-                buffer = self.emitter.ram(BufferKind.GRADIENT, self.model.plane_bytes[block], block)
-            self.gradients[block, again] = buffer
-        return self.gradients[block, again]
-
-    def head_gradient(self, part: int, again: bool) -> int:
-        """Where the head adds the gradient of a part: of a tied one it may go to disk before the
-        embedding's own is there."""
-        if not self.model.halved(part):
-            return self.gradient(part, again)
-        if (part, again) not in self.halves:
-            size = self.model.plane_bytes[part]
-            self.halves[part, again] = self.emitter.work(BufferKind.GRADIENT, size, part)
-        return self.halves[part, again]
-
     def trained(self, block: int, again: bool) -> list[int]:
         """The buffer of a block's gradient; none where the step does not train it."""
-        return [self.gradient(block, again)] if block in self.active else []
+        return [self.gradients.near(block, again)] if block in self.active else []
 
     @property
     def scale(self) -> int | None:
@@ -131,17 +99,21 @@ class _Step:
         emitter, model, place = self.emitter, self.model, self.model.place(block)
         if not update:
             return emitter.weights(block)
-        source = None if place.gradients == "disk" else self.whole_gradient(block)
-        if model.master_is_weights(block):
-            state = emitter.resident(BufferKind.STATE, Tier.RAM, block)
-            return emitter.sent(block, emitter.update(block, source, self.scale, None), [state])
+        gradient = self.gradients.held(block)
+        splits, kept = self.updates.splits(block), place.weights != "state"
+        near = emitter.near_weights(block) if splits else None
+        target = None
         if place.weights == "ram":
             target = emitter.resident(BufferKind.WEIGHTS, Tier.RAM, block)
-        else:
+        elif not model.master_is_weights(block) and (kept or self.updates.here(block)):
             target = emitter.ram(BufferKind.WEIGHTS, model.weight_bytes[block], block)
-        stream = emitter.update(block, source, self.scale, target)
-        if place.weights == "disk":
+        stream = self.updates.apply(block, gradient, self.scale, Targets(target, near, kept))
+        if place.weights == "disk" and target is not None:
             stream.append(Piece(None, emitter.store_weights(block, target)))
+        if near is not None:
+            return stream, [near]
+        if target is None:
+            target = emitter.resident(BufferKind.STATE, Tier.RAM, block)
         return emitter.sent(block, stream, [target])
 
     def _forward(self, block: int, micro: int, weights: list[int]) -> None:
@@ -207,25 +179,25 @@ class _Step:
             for micro in micros:
                 visit.compute.append(partial(self._part_gradient, part, micro, weights, again))
             if self.model.halved(part):
-                half = self.head_gradient(part, again)
+                half = self.gradients.at_head(part, again)
                 if self.emitter.near == Tier.DEVICE:
                     size = self.model.plane_bytes[part]
                     received = self.emitter.ram(BufferKind.GRADIENT, size, part)
-                    visit.after = [self._receive(part, half, received)]
+                    visit.after = [self.gradients.receive(part, half, received)]
                     half = received
-                visit.after = [*visit.after, *self._store_gradient(part, half)]
+                visit.after = [*visit.after, *self.gradients.store(part, half)]
             visits.append((visit, -1 if self.model.shape.tied else part))
         close = Visit(compute=[partial(self._close, micro, self.head_norm, again) for micro in micros])
         return [*visits, (close, self.head)]
 
     def _part_gradient(self, part: int, micro: int, weights: list[int], again: bool) -> None:
         reads = [*weights, self.input(self.head, micro)]
-        gradient = self.head_gradient(part, again)
+        gradient = self.gradients.at_head(part, again)
         self.vocabulary.gradient(part, micro, self.tokens[micro], reads, gradient, again)
 
     def _close(self, micro: int, weights: list[int], again: bool) -> None:
         reads = [*weights, self.input(self.head, micro)]
-        dy, gradient = self.output_gradient(micro), self.gradient(self.head, again)
+        dy, gradient = self.output_gradient(micro), self.gradients.near(self.head, again)
         self.vocabulary.close(micro, self.tokens[micro], reads, dy, gradient, again)
 
     def _whole_head(self, micros: list[int], again: bool) -> Visit:
@@ -262,7 +234,7 @@ class _Step:
             if self.model.works.embed_backward_reads_weights:
                 visit.fetch, embedding = self.emitter.weights(block)
             if self.model.halved(block):
-                visit.fetch = [*visit.fetch, *self._read_gradient(block, again)]
+                visit.fetch = [*visit.fetch, *self.gradients.read(block, again)]
             visit.compute = [
                 partial(self._embed_backward, block, micro, embedding, again) for micro in micros
             ]
@@ -292,7 +264,7 @@ class _Step:
         emitter.compute(kind, tokens, reads, writes, block, micro, recompute, again, not gradients)
 
     def _embed_backward(self, block: int, micro: int, weights: list[int], again: bool) -> None:
-        reads, writes = [*weights, self.output_gradient(micro)], [self.gradient(block, again)]
+        reads, writes = [*weights, self.output_gradient(micro)], [self.gradients.near(block, again)]
         self.emitter.compute(TaskKind.EMBED_BACKWARD, self.tokens[micro], reads, writes, block, micro)
 
     def norm(self, block: int) -> Op:
@@ -303,90 +275,62 @@ class _Step:
         else:
             norms = emitter.ram(BufferKind.NORMS, self.model.norm_bytes(block), block)
         self.norms.append(norms)
-        gradient, seconds = self.gradient(block), emitter.computing.compute(moved=size)
+        gradient, seconds = self.gradients.near(block), emitter.computing.compute(moved=size)
         return lambda: emitter.task(TaskKind.NORM, seconds, [gradient], [norms], block, near=True)
 
     def complete(self, visit: Visit, block: int) -> None:
         """A block's gradient has its last contribution in a visit: its norm, then update or storage."""
         if block not in self.active:
             return
-        plan, gradient = self.plan, self.whole_gradient(block)
-        stream = self.settle(visit, block)
-        if plan.update == "on-backward":
-            stream = [*stream, *self.update(block, gradient)]
+        plan = self.plan
+        if self.emitter.near == Tier.DEVICE:
+            visit.compute.append(self.norm(block))
+            stream: Stream = []
         else:
+            stream = [Piece(None, self.norm(block))]
+        if plan.update == "on-backward":
+            stream = [*stream, *self.update_now(block)]
+        else:
+            arrived, gradient = self.gradients.arrive(block)
+            stream = [*stream, *arrived]
             if self.speculate:
                 stream = [*stream, *self.update(block, gradient, ahead=True)]
-            if plan.placement.gradients == "disk":
-                stream = [*stream, *self._store_gradient(block, gradient)]
+            if plan.placement.gradients == "disk" and gradient.ram is not None:
+                stream = [*stream, *self.gradients.store(block, gradient.ram)]
         visit.after = [*visit.after, *stream]
 
-    def settle(self, visit: Visit, block: int) -> Stream:
-        """The norm of a complete gradient; and what brings it to RAM."""
-        if self.emitter.near == Tier.RAM:
-            return [Piece(None, self.norm(block))]
-        visit.compute.append(self.norm(block))
-        return [self._receive(block, self.gradient(block), self.whole_gradient(block))]
+    def update_now(self, block: int, again: bool = False) -> Stream:
+        """on-backward: the update of a block whose gradient is complete. Where cores and device share it, the
+        cores get the gradient of their chunks alone."""
+        if self.updates.splits(block):
+            return self.update(block, Gradient(near=self.gradients.near(block, again)))
+        stream, gradient = self.gradients.arrive(block, again)
+        return [*stream, *self.update(block, gradient)]
 
-    def _receive(self, block: int, source: int, target: int) -> Piece:
-        size = self.model.plane_bytes[block]
-        return Piece(
-            None, partial(self.emitter.link_task, TaskKind.RECEIVE_GRADIENT, size, source, target, block)
-        )
-
-    def _store_gradient(self, block: int, source: int) -> Stream:
-        """A whole gradient to disk, chunk by chunk."""
-
-        def write(size: int, stored: int, part: int) -> Op:
-            return lambda: self.emitter.disk_task(
-                TaskKind.WRITE_GRADIENT, size, [source], [stored], block, part=part
-            )
-
-        return [Piece(None, write(*chunk)) for chunk in self._gradient_chunks(block)]
-
-    def _read_gradient(self, block: int, again: bool) -> Stream:
-        """What the head left on disk, to where the embedding adds its own."""
-        near, emitter = self.gradient(block, again), self.emitter
-        size, sent = self.model.plane_bytes[block], emitter.near == Tier.DEVICE
-        target = emitter.ram(BufferKind.GRADIENT, size, block) if sent else near
-
-        def read(size: int, stored: int, part: int) -> Op:
-            return lambda: self.emitter.disk_task(
-                TaskKind.READ_GRADIENT, size, [stored], [target], block, part=part
-            )
-
-        stream = [Piece(read(*chunk), None) for chunk in self._gradient_chunks(block)]
-        if sent:
-            send = partial(emitter.link_task, TaskKind.SEND_GRADIENT, size, target, near, block)
-            stream.append(Piece(None, None, send))
-        return stream
-
-    def _gradient_chunks(self, block: int) -> list[tuple[int, int, int]]:
-        """(bytes, place on disk, number) of each."""
-        return [
-            (size, self.emitter.resident(BufferKind.GRADIENT_CHUNK, Tier.DISK, block, part), part)
-            for part, (_, size) in enumerate(self.model.chunks(block))
-        ]
-
-    def update(self, block: int, gradient: int | None, ahead: bool = False) -> Stream:
+    def update(self, block: int, gradient: Gradient, ahead: bool = False) -> Stream:
         """The rule outside a forward fetch; compute weights that are kept are renewed too.
 
         Args:
             ahead: before the clip factor is known, as if it were one.
         """
         emitter, model, place = self.emitter, self.model, self.model.place(block)
+        splits, stays = self.updates.splits(block), model.on_device(block)
+        near = emitter.near_weights(block) if splits and stays else None
         target = None
         if place.weights == "ram":
             target = emitter.resident(BufferKind.WEIGHTS, Tier.RAM, block)
-        elif place.weights == "disk" or (model.on_device(block) and not model.master_is_weights(block)):
+        elif place.weights == "disk" or (
+            stays and not model.master_is_weights(block) and self.updates.here(block)
+        ):
             target = emitter.ram(BufferKind.WEIGHTS, self.model.weight_bytes[block], block)
+        targets = Targets(target, near, place.weights != "state")
         if ahead:
-            stream = emitter.update(block, gradient, None, target, TaskKind.UPDATE_AHEAD)
+            stream = self.updates.apply(block, gradient, None, targets, TaskKind.UPDATE_AHEAD)
         else:
-            stream = emitter.update(block, gradient, self.scale, target)
+            stream = self.updates.apply(block, gradient, self.scale, targets)
         if place.weights == "disk" and target is not None:
             stream.append(Piece(None, emitter.store_weights(block, target)))
-        if model.on_device(block):
+        if stays and near is None:
             source = emitter.resident(BufferKind.STATE, Tier.RAM, block) if target is None else target
             stream.append(emitter.renew(block, source))
         return stream
@@ -458,10 +402,7 @@ class _Step:
                 if block not in self.active:
                     continue
                 if again:
-                    gradient, stream = self.whole_gradient(block, again), visit.after
-                    if self.emitter.near == Tier.DEVICE:
-                        stream = [*stream, self._receive(block, self.gradient(block, again), gradient)]
-                    visit.after = [*stream, *self.update(block, gradient)]
+                    visit.after = [*visit.after, *self.update_now(block, again)]
                 else:
                     # Not in the aftermath, which would come after the clip factor.
                     visit.compute.append(self.norm(block))
@@ -569,8 +510,7 @@ def build_step(
         step.clip()
     if plan.update == "after-backward":
         for block in step.active:
-            disk = plan.placement.gradients == "disk"
-            emit(step.update(block, None if disk else step.whole_gradient(block)), plan.io)
+            emit(step.update(block, step.gradients.held(block)), plan.io)
     if commit and not plan.commits_late:
         emit(step.emitter.commit(), plan.io)
     if speculate and step.scale is not None:
@@ -581,8 +521,7 @@ def build_step(
 def build_drain(model: PlannedModel, costs: Costs, snapshot: bool = False) -> StepGraph:
     """on-fetch: apply the pending updates without a forward, then commit."""
     step = _Step(model, costs, 1.0, pending=True, snapshot=snapshot)
-    disk = model.plan.placement.gradients == "disk"
     for block in model.blocks:
-        emit(step.update(block.index, None if disk else step.whole_gradient(block.index)), model.plan.io)
+        emit(step.update(block.index, step.gradients.held(block.index)), model.plan.io)
     emit(step.emitter.commit(), model.plan.io)
     return step.emitter.build()

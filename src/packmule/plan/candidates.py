@@ -152,6 +152,8 @@ def allowed(plan: Plan) -> bool:
         return False
     if plan.device is None and (plan.placement.inputs == "device" or plan.placement.device_weights):
         return False
+    if plan.device_updates and (plan.device is None or STATES[plan.numerics.optimizer.rule].whole):
+        return False  # chunks are not whole tensors
     place, late = plan.placement, plan.update == "on-fetch" and plan.numerics.clip is not None
     if plan.speculate and (not late or place.state == "ram" or place.kept_state or plan.order == "depth"):
         return False  # nothing to foresee, or what was updated could not be read again

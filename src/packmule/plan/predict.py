@@ -45,6 +45,7 @@ PART_NAMES = {
     BufferKind.BALANCE: "scratch",
     BufferKind.SCORES: "scratch",
     BufferKind.GATHERED: "activations",
+    BufferKind.WEIGHTS_CHUNK: "weights",
 }
 
 

@@ -193,6 +193,12 @@ class Plan(Record):
         description="on-fetch: blocks are updated in backward as if nothing were clipped; where the norm "
         "then says otherwise, that is dropped and they are updated when the next step fetches them",
     )
+    device_updates: int = Field(
+        default=0,
+        ge=0,
+        le=100,
+        description="of a hundred chunks of the state, how many the device updates; the cores do the rest",
+    )
     io: Io
     checkpoint: CheckpointPlan
     predicted: Predicted | None = None

@@ -8,7 +8,7 @@ import time
 
 import numpy as np
 import pytest
-from tests.unit.graph.random_graphs import random_graph
+from tests.unit.graph.random_graphs import PARTS, random_graph
 
 from packmule.engine.executor import Stopped, execute
 from packmule.graph.builder import GraphBuilder
@@ -80,24 +80,31 @@ def test_no_task_starts_before_what_it_needs(seed):
 
 
 def test_fill_bodies_find_their_own_bytes(seed):
-    """Every transient buffer keeps what its writers put there until its last reader has read it."""
+    """Every transient buffer, and every part of it, keeps what its writers put there until its last reader
+    has read it."""
     rng = random.Random(seed)
     for _ in range(40):
-        graph = random_graph(rng, 40, 0.0)
+        partly: list[list[int]] = []
+        graph = random_graph(rng, 40, 0.0, partly)
         memory = [np.zeros(graph.extent(tier), np.int64) for tier in range(len(graph.tiers))]
-        stamp: dict[int, int] = {}
+        stamp: dict[tuple[int, int], int] = {}
 
-        def span(buffer, graph=graph, memory=memory):
+        def span(buffer, part=slice(None), graph=graph, memory=memory):
             low = int(graph.buffer_offset[buffer])
-            return memory[int(graph.buffer_tier[buffer])][low : low + int(graph.buffer_bytes[buffer])]
+            return memory[int(graph.buffer_tier[buffer])][low : low + int(graph.buffer_bytes[buffer])][part]
 
-        def body(task, graph=graph, stamp=stamp, span=span):
+        def touched(task, buffer, graph=graph, partly=partly):
+            return [int(graph.part[task])] if buffer in partly[task] else range(PARTS)
+
+        def body(task, graph=graph, stamp=stamp, span=span, touched=touched):
             for buffer in graph.reads.row(task).tolist():
-                if buffer in stamp:
-                    assert (span(buffer) == stamp[buffer]).all()
+                for part in touched(task, buffer):
+                    if (buffer, part) in stamp:
+                        assert (span(buffer, slice(part, None, PARTS)) == stamp[buffer, part]).all()
             for buffer in graph.writes.row(task).tolist():
-                stamp[buffer] = task + 1
-                span(buffer)[:] = task + 1
+                for part in touched(task, buffer):
+                    stamp[buffer, part] = task + 1
+                    span(buffer, slice(part, None, PARTS))[:] = task + 1
 
         def released(buffer, span=span, graph=graph):
             span(buffer)[:] = -1
@@ -158,6 +165,17 @@ def test_memory_that_the_disk_still_empties_is_not_given_to_the_computation(over
     # still follow each other in the same bytes.
     assert simulate(graph).start[-1] == (5.0 if overlapped else 6.0)
     assert graph.extent(0) == (16 if overlapped else 8)
+
+
+def test_tasks_on_two_parts_of_a_buffer_do_not_wait_for_each_other():
+    builder = GraphBuilder({"cores": 1, "device": 1}, ("ram",))
+    buffer = builder.buffer(0, 0, 8)
+    for part, resource in enumerate(("cores", "device")):
+        builder.task(0, {resource: 1}, writes=[buffer], seconds=2.0, part=part, partly=[buffer])
+    builder.task(0, {"device": 1}, reads=[buffer], seconds=1.0)
+    builder.task(0, {"cores": 1}, writes=[buffer], seconds=1.0, part=0, partly=[buffer])
+    timeline = simulate(builder.build())
+    assert timeline.start.tolist() == [0.0, 0.0, 2.0, 3.0]
 
 
 def test_reading_what_nothing_wrote_is_refused():
