@@ -35,6 +35,8 @@ def stop(job: Job, phase: str, rng: random.Random) -> bool:
     """
     number = rng.choice((signal.SIGTERM, signal.SIGINT))
     before = head_step(job.out)
+    if before == STEPS and phase != "export":
+        return False  # the signal before came after the last step: only the export is left
     with job.start() as running:
         if phase == "start":
             time.sleep(rng.uniform(0.3, 1.5))
