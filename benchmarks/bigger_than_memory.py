@@ -15,6 +15,9 @@ against the bytes over the disk's rate at the same mix of reads and writes, meas
 1.1), the bytes against the formula for the plan's mode (limit 1.05), and peak memory against the budget.
 Exit code 1 when a limit is missed.
 
+A machine's cores may be slower while its disk is busy, whoever drives it (its memory, or its hypervisor, are
+busy too): by how much is printed, and so is on which tasks the cores spent more than alone.
+
 While gradients are clipped, updates cannot begin before the last gradient is there, and each block's has
 to end before the next forward reaches it: so what forward and backward each need, by their busier
 side, is printed too. With a clip that no gradient reaches (`--clip 1000`) the plan speculates.
@@ -118,6 +121,35 @@ def disk_rate(folder: Path, share_read: float) -> float:
     return median(rates)
 
 
+def beside_disk(folder: Path, share_read: float) -> tuple[float, float]:
+    """How many times as long a matrix product takes while another thread keeps the disk busy, which takes
+    next to none of the cores' time; and the disk's rate then."""
+    import time
+    from concurrent.futures import ThreadPoolExecutor
+
+    import torch
+
+    a, b = (torch.rand(shape).bfloat16() for shape in ((LENGTH, 2048), (2048, 5632)))
+
+    def products(until: Callable[[], bool]) -> float:
+        """Per second."""
+        count, began = 0, time.perf_counter()
+        while not until():
+            torch.mm(a, b)
+            count += 1
+        return count / (time.perf_counter() - began)
+
+    ratios, rates = [], []
+    with ThreadPoolExecutor(1) as other:
+        for _ in range(3):
+            deadline = time.perf_counter() + 2
+            alone = products(lambda end=deadline: time.perf_counter() > end)
+            moved = other.submit(disk_rate, folder, share_read)
+            ratios.append(alone / products(moved.done))
+            rates.append(moved.result())
+    return median(ratios), median(rates)
+
+
 def without(bodies: dict[TaskKind, Any], idle: Callable[[TaskKind], bool]) -> dict[TaskKind, Any]:
     """The bodies, those of some kinds doing nothing."""
     return {kind: (lambda runtime, task: None) if idle(kind) else body for kind, body in bodies.items()}
@@ -142,6 +174,21 @@ def phases(graph: StepGraph, timeline: Timeline, resource: str) -> tuple[float, 
     work = np.where([int(graph.uses.row(task)[0]) == mine for task in range(graph.tasks)], 1.0, 0.0)
     work *= timeline.end - timeline.start
     return float(work[:head].sum()), float(work[head:].sum())
+
+
+def slower(graph: StepGraph, step: Timeline, computed: Timeline) -> str:
+    """The kinds of tasks on whose account the cores were busy longer than alone."""
+    import numpy as np
+
+    from packmule.graph.kinds import TaskKind
+
+    more = (step.end - step.start) - (computed.end - computed.start)
+    cores = graph.resources.index("cores")
+    mine = np.array([int(graph.uses.row(task)[0]) == cores for task in range(graph.tasks)])
+    found = {kind: float(more[mine & (graph.kind == kind)].sum()) for kind in np.unique(graph.kind[mine])}
+    most = sorted(found, key=lambda kind: -found[kind])[:3]
+    words = ", ".join(f"{TaskKind(kind).name.lower()} {found[kind]:.2f} s" for kind in most)
+    return f"cores busy {sum(found.values()):.2f} s longer than alone: {words}"
 
 
 def gaps(timeline: Timeline, graph: Any) -> str:
@@ -251,8 +298,8 @@ def main() -> int:
             steps, cores, disk_alone, by_phase, peak = [], [], [], [], 0
             for _ in range(arguments.rounds):
                 engine.load()
-                # The first may have no update pending yet, or not foresee what its gradient comes to.
-                for _ in range(2 if plan.update == "on-fetch" else 1):
+                # The first may have no update pending yet; the second one that was not foreseen.
+                for _ in range(3 if plan.speculate else 2 if plan.update == "on-fetch" else 1):
                     number += 1
                     began = time.perf_counter()
                     result = engine.step(batches, targets, Update(number, RATE), progress, commit=True)
@@ -270,7 +317,8 @@ def main() -> int:
                 pairs = zip(phases(graph, computed, "cores"), phases(graph, moved, "disk"), strict=True)
                 by_phase.append(sum(max(pair) for pair in pairs))
             read, written = traffic(graph)
-            rate = disk_rate(Path(name), read / (read + written))
+            share = read / (read + written)
+            rate, (longer, while_busy) = disk_rate(Path(name), share), beside_disk(Path(name), share)
     bound = [max(pair) for pair in zip(cores, disk_alone, strict=True)]
     ratio = median(step / least for step, least in zip(steps, bound, strict=True))
     stated = sum(formula(shape.numel, sum(b.numel for b in shape.blocks() if b.kind == "layer"), plan))
@@ -286,9 +334,12 @@ def main() -> int:
         f"peak      {format_bytes(peak)} of {format_bytes(budget)}\n"
         f"step      {shown(steps)} s; C {shown(cores)} s; D {shown(disk_alone)} s\n"
         f"          {gaps(result.timeline, graph)}; gradient norm {norm:.3g}\n"
+        f"          {slower(graph, result.timeline, computed)}\n"
         f"          {median(by_phase):.2f} s if forward and backward each take what their busier side needs\n"
         f"disk      {format_bytes(read)} read, {format_bytes(written)} written; {format_bytes(rate)}/s "
-        "in that proportion"
+        "in that proportion\n"
+        f"          a matrix product takes {longer:.2f} times as long while the disk moves "
+        f"{format_bytes(while_busy)}/s"
     )
     ok = peak <= budget
     for text, value, limit in (
