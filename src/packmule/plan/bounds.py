@@ -57,7 +57,9 @@ def ram_bound(shape: Shape, plan: Plan) -> int:
     sizes, place = Sizes.of(shape, plan.numerics), plan.placement
     resident = sum(sizes.state) if place.state == "ram" else 0
     held = place.gradients == "ram" and plan.update != "on-backward" and not plan.numerics.turns
-    return resident + (sum(sizes.planes) if held else max(sizes.planes) if not plan.numerics.turns else 0)
+    if plan.numerics.turns or (plan.device_updates and not held):
+        return resident  # of a block that both update, chunks of the gradient come to RAM
+    return resident + (sum(sizes.planes) if held else max(sizes.planes))
 
 
 def device_bound(shape: Shape, plan: Plan) -> int:
@@ -65,7 +67,8 @@ def device_bound(shape: Shape, plan: Plan) -> int:
     the way has in RAM; and weights that stay, of which one may be those in use."""
     inputs = "ram" if plan.placement.inputs == "device" else "disk"
     place = Placement(state="disk", weights="state", gradients=plan.placement.gradients, inputs=inputs)
-    alike = plan.model_copy(update={"device": None, "update": "on-backward", "placement": place})
+    without = {"device": None, "device_updates": 0, "update": "on-backward", "placement": place}
+    alike = plan.model_copy(update=without)
     model, weights = PlannedModel(shape, plan), Sizes.of(shape, plan.numerics).weights
     stay = [weights[block] for block in range(len(weights)) if model.on_device(block)]
     users = 2 * max(weights)  # a tied head reads the embedding's too
@@ -272,8 +275,15 @@ def seconds_bound(shape: Shape, plan: Plan, costs: Costs, mean_length: float) ->
         sum(share * size for share, size in zip(trained, per_block, strict=True))
         for per_block in (sizes.planes, sizes.state)
     )
-    update = cpu.compute(moved=2 * state + 1.5 * total)
+    shared = [
+        sum(model.chunks(block)[part][1] for part in model.updates_there(block)) * trained[block]
+        for block in range(len(sizes.planes))
+    ]
+    there, moving = sum(shared), sum(shared) * len(model.planes)
+    update = cpu.compute(moved=2 * (state - moving) + 1.5 * (total - there))
     device, cores = (0.0, cores + update) if plan.device is None else (cores, update)
+    if there:
+        device += costs.compute(moved=2 * moving + 1.5 * there)
     costs = cpu
     # Layers are fetched twice a pass, embedding and head once, parts of the head's matrix twice but for
     # the last of them; for on-fetch an update serves the first.
@@ -293,16 +303,34 @@ def seconds_bound(shape: Shape, plan: Plan, costs: Costs, mean_length: float) ->
             share if here else count + 1 for here, share, count in zip(stay, trained, times, strict=True)
         ]
         sent = sum(count * size for count, size in zip(reads, sizes.weights, strict=True))
-        link = max(costs.device.send(int(sent)), costs.device.receive(int(total)))
+        received = total
+        if there:
+            # What is updated there need not be sent to stay or to be used next; its gradient may stay there.
+            made = (size / plane for size, plane in zip(sizes.weights, sizes.planes, strict=True))
+            sent += moving - sum(part * share for part, share in zip(shared, made, strict=True))
+            complete = plan.update == "on-backward"
+            sent, received = sent + (0 if complete or plan.speculate else there), received + moving
+            received -= there if complete else 0
+        link = max(costs.device.send(int(sent)), costs.device.receive(int(received)))
 
-    times = [0.0 if here else max(0.0, count) for here, count in zip(stay, times, strict=True)]
+    holds = [model.holds_state(block) for block in range(len(sizes.planes))]
+    in_ram = [
+        model.place(block).weights == "ram" or (held and place.weights == "state")
+        for block, held in enumerate(holds)
+    ]
+    never = [here or there for here, there in zip(stay, in_ram, strict=True)]
+    times = [0.0 if none else max(0.0, count) for none, count in zip(never, times, strict=True)]
 
     def seconds_on_disk(read: float, written: float) -> float:
         return read / costs.read_bytes + written / costs.write_bytes
 
     read = written = late_read = late_written = 0.0
     if place.state == "disk":
-        read = written = late_read = late_written = state
+        written = late_written = state
+        read = late_read = sum(
+            0.0 if held else share * size
+            for held, share, size in zip(holds, trained, sizes.state, strict=True)
+        )
         if place.weights == "state":
             read += sum(count * size for count, size in zip(times, sizes.planes, strict=True))
     if place.weights == "disk":

@@ -209,13 +209,22 @@ def candidates(situation: Situation) -> Iterator[Plan]:
                 if not (allowed(plan) and balances(situation.shape, plan)):
                     continue
                 for io in _cuts(plan, sizes):
-                    cut = plan.model_copy(update={"io": io})
+                    cut = _with_split(plan.model_copy(update={"io": io}))
                     yield cut
                     ahead = cut.model_copy(update={"speculate": True})
                     # To take updates back, HEAD must name what every step began with.
                     every = situation.commit_auto or plan.checkpoint.commit_steps == 1
                     if every and cut.io.prefetch and allowed(ahead):
                         yield ahead
+
+
+def _with_split(plan: Plan) -> Plan:
+    """The plan with the split of its updates that its numerics have, if any."""
+    split = plan.numerics.shared_updates
+    if split is None:
+        return plan
+    io = plan.io.model_copy(update={"chunk_bytes": split.chunk_bytes})
+    return plan.model_copy(update={"io": io, "device_updates": split.percent})
 
 
 def _cuts(plan: Plan, sizes: Sizes) -> list[Io]:

@@ -102,7 +102,9 @@ def _device(shape: Shape, plan: Plan, sizes: Sizes) -> list[tuple[str, str]]:
         return []
     model = PlannedModel(shape, plan)
     stay = [size for block, size in enumerate(sizes.weights) if model.on_device(block)]
-    text = f"{plan.device.name} computes, in {format_bytes(plan.device.memory_bytes)}; the cores update; "
+    text = f"{plan.device.name} computes, in {format_bytes(plan.device.memory_bytes)}; "
+    share = plan.device_updates
+    text += f"it updates {share} % of the state, the cores the rest; " if share else "the cores update; "
     if not stay:
         return [("device", text + "weights are sent for each use")]
     text += f"weights of {_count(len(stay), 'block')} ({format_bytes(sum(stay))}) stay there"

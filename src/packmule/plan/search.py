@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, combinations
+from math import inf
 from typing import NamedTuple
 
 from packmule.errors import DoesNotFit
@@ -13,6 +14,7 @@ from packmule.plan.bounds import Sizes, device_bound, ram_bound, seconds_bound
 from packmule.plan.candidates import CHUNK_BYTES, MOST_READ_AHEAD, candidates, streams, why_uncut
 from packmule.plan.changes import Changes, changes_of
 from packmule.plan.predict import STAGING_BYTES, baseline, batch_bytes, predict, step_only
+from packmule.plan.sharing import balanced_share, climb, may_share, numbered
 from packmule.plan.situation import Situation
 from packmule.shapes.model import ModelShape
 from packmule.spec.plan import Io, Plan
@@ -156,6 +158,10 @@ def _closely(
     fitting: list[tuple[float, int, Plan]] = []
 
     def fits(plan: Plan, number: int) -> bool:
+        numbered_plan = numbered(situation, plan)
+        if numbered_plan is None:
+            return False
+        plan = numbered_plan
         step = step_only(situation, plan)
         if step.ram > situation.budget_bytes or step.device > situation.device_bytes:
             return False
@@ -164,6 +170,21 @@ def _closely(
 
     def best() -> tuple[float, int, Plan]:
         return min(fitting, key=lambda item: item[:2])
+
+    def share_updates() -> None:
+        """Have the device update some chunks, of the fastest of each update mode that come near the best."""
+        for mode in sorted({plan.update for _, _, plan in fitting}):
+            known, number, plan = min((i for i in fitting if i[2].update == mode), key=lambda item: item[:2])
+            if known > WORTH_CUTTING * best()[0] or not may_share(situation, plan, known):
+                continue
+
+            def seconds(share: int) -> float:
+                if share == plan.device_updates:  # noqa: B023
+                    return known  # noqa: B023
+                variant = plan.model_copy(update={"device_updates": share})  # noqa: B023
+                return fitting[-1][0] if fits(variant, number) else inf  # noqa: B023
+
+            climb(seconds, plan.device_updates or balanced_share(situation.shape, plan, situation))
 
     simulated, at = 0, start
     while at < len(order) and not (simulated >= simulations and fitting):
@@ -188,14 +209,19 @@ def _closely(
             for variant in rising:
                 if variant != plan and not fits(variant, number):
                     break  # those that follow need more
-    if fitting:
+    if fitting and situation.device is not None:
+        share_updates()
         _, number, plan = best()
         for variant in _staying(situation, plan):
             if fits(variant, number):
                 break
+    if fitting:
+        _, number, _ = best()
         for variant in _keeping(situation, best()[2]):
             if fits(variant, number):
                 break
+    if fitting and situation.device is not None:
+        share_updates()  # what stays is not sent, what is kept is not read
     return fitting, at
 
 

@@ -47,6 +47,13 @@ class ScheduleNumerics(Record):
     base_rows: int = Field(default=0, description="rows of a step that learning_rate is meant for; 0: all")
 
 
+class SharedUpdates(Record):
+    """Which chunks of the state a GPU updates. Its updates round otherwise than those of the cores."""
+
+    percent: int = Field(ge=1, le=100, description="as `device_updates` of a plan")
+    chunk_bytes: int = Field(description="as `io.chunk_bytes` of a plan")
+
+
 class Numerics(Record):
     """What fixes bits. Same numerics, same machine: same bits, however it is placed."""
 
@@ -76,6 +83,9 @@ class Numerics(Record):
     torch: str
     cpu_features: tuple[str, ...]
     device: str | None = Field(default=None, description="GPU that computes the model; null: the cores")
+    shared_updates: SharedUpdates | None = Field(
+        default=None, description="what a GPU updates; null: nothing, or there is none"
+    )
 
     @property
     def rows(self) -> int:

@@ -48,7 +48,8 @@ def test_no_step_is_below_its_bounds(seed: int) -> None:
             assert plan.device is not None
             count = rng.choice((0, 1, len(PlannedModel(situation.shape, plan).blocks)))
             placement = plan.placement.model_copy(update={"device_weights": count})
-            plan = plan.model_copy(update={"placement": placement})
+            share = rng.choice((0, rng.randint(1, 100)))
+            plan = plan.model_copy(update={"placement": placement, "device_updates": share})
             graph = build_step(
                 PlannedModel(situation.shape, plan),
                 situation.costs,
