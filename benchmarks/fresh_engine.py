@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from packmule.spec.batch import Batch
     from packmule.spec.hardware import Hardware
     from packmule.spec.plan import Plan
+    from packmule.tiers.device import Device
 
 
 def set_up_process() -> None:
@@ -31,7 +32,13 @@ def set_up_process() -> None:
 
 @contextmanager
 def fresh_engine(
-    folder: Path, config: dict[str, Any], shape: ModelShape, plan: Plan, hardware: Hardware, length: int
+    folder: Path,
+    config: dict[str, Any],
+    shape: ModelShape,
+    plan: Plan,
+    hardware: Hardware,
+    length: int,
+    device: Device | None = None,
 ) -> Iterator[tuple[Engine, Progress]]:
     """An engine whose state is random weights, committed and loaded; and what its commits record.
 
@@ -39,6 +46,7 @@ def fresh_engine(
         folder: of the run, empty.
         config: of the model, as in config.json.
         length: tokens of a document.
+        device: what computes, where the plan has one.
     """
     from packmule.checkpoint.head import Progress
     from packmule.data.manifest import random_manifest
@@ -60,7 +68,7 @@ def fresh_engine(
     trim_malloc()
     engine = Engine(
         PlannedModel(shape, plan), kernels, store, disk, run.state, costs_of(hardware, plan),
-        Needs(mean_length=float(length)),
+        Needs(mean_length=float(length)), device=device,
     )  # fmt: skip
     engine.arena.touch()
     engine.load()

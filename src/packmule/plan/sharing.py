@@ -42,9 +42,13 @@ def balanced_share(shape: Shape, plan: Plan, situation: Situation) -> int:
     complete, follows = plan.update == "on-backward", plan.update == "on-fetch"
     here = costs.compute(moved=size * (2 * planes + 1.5 + (planes if place.state == "disk" else 0)))
     send, receive = costs.device.send, costs.device.receive
+    kept = receive(weights) if place.weights != "state" else 0.0
     there = (
-        (send(weights) if follows or place.device_weights else 0.0, send(size * (planes + (not complete)))),
-        (receive(size) if complete else 0.0, receive(size * planes + weights * (place.weights != "state"))),
+        (
+            send(weights) if follows or place.device_weights else 0.0,
+            send(size * planes) + (0.0 if complete else send(size)),
+        ),
+        (receive(size) if complete else 0.0, receive(size * planes) + kept),
         (0.0, costs.device.update(size * (2 * planes + 1.5))),
     )
     return min(round(100 * max(0.0, here - w) / (max(0.0, here - w) + t)) for w, t in there)

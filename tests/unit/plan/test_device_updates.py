@@ -99,20 +99,24 @@ def test_a_shared_step_is_shorter_than_one_of_the_cores_or_the_device_alone(
     assert "the state, the cores the rest" in explain(problem, search(problem))
 
 
-def test_the_best_share_of_updates_alone_is_the_one_that_balances_rates(seed: int) -> None:
-    """Two executors and a link with nothing else to do: the closed form."""
+def test_a_share_that_balances_rates_is_about_the_best_of_updates_alone(seed: int) -> None:
+    """Two executors and a link with nothing else to do: the closed form. Chunks are many, so that how they
+    fall on blocks matters little."""
     memory = 10 ** random.Random(seed).uniform(9.7, 10.4)
     problem = situation(seed, "after-backward", memory=memory)
     plan = search(problem).plan
-    model, seconds = problem.shape, []
-    for share in range(0, 101, 2):
-        planned = PlannedModel(model, shared(plan, share))
+    plan = plan.model_copy(update={"io": plan.io.model_copy(update={"chunk_bytes": 1 << 19})})
+
+    def seconds(share: int) -> float:
+        planned = PlannedModel(problem.shape, shared(plan, share))
         graph = build_step(planned, problem.costs, problem.mean_length)
-        after = [task for task in range(graph.tasks) if graph.kind[task] in TAIL]
+        updates = [task for task in range(graph.tasks) if graph.kind[task] in TAIL]
         line = simulate(graph)
-        seconds.append(float(line.end.max() - line.start[after].min()))
-    best = 2 * min(range(len(seconds)), key=lambda index: seconds[index])
-    assert abs(best - balanced_share(model, plan, problem)) <= 10, (memory, seconds)
+        return float(line.end.max() - line.start[updates].min())
+
+    balanced = balanced_share(problem.shape, plan, problem)
+    every = [seconds(share) for share in range(0, 101, 5)]
+    assert seconds(balanced) <= 1.1 * min(every), (memory, balanced, every)
 
 
 def test_updates_that_cost_nothing_beside_the_computation_are_left_to_the_cores(seed: int) -> None:
