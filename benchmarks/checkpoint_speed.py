@@ -275,7 +275,7 @@ def _states(engine: Engine) -> Iterator[list[Any]]:
     model = engine.model
     for block in model.blocks:
         low, size = model.residents.places[BufferKind.STATE, Tier.RAM, block.index, -1]
-        whole = engine.runtime.bytes[low : low + size].view(torch.float32)
+        whole = engine.runtime.memory[Tier.RAM][low : low + size].view(torch.float32)
         yield list(whole.view(len(model.planes), -1).unbind())
 
 
