@@ -25,34 +25,28 @@ def whole(kind: BufferKind, send: bool) -> Body:
 
 def gradient(send: bool) -> Body:
     """A block's gradient, or one chunk of it."""
-    every = whole(BufferKind.GRADIENT, send)
 
-    def body(runtime: Runtime, task: Task) -> None:
-        if task.part < 0:
-            return every(runtime, task)
+    def place(runtime: Runtime, task: Task) -> tuple[int, int, int]:
         start, size = runtime.model.chunks(task.block)[task.part]
         near, far = (
             _part(task, tier, BufferKind.GRADIENT, BufferKind.GRADIENT_CHUNK, start)
             for tier in (Tier.RAM, Tier.DEVICE)
         )
-        _move(runtime, near, far, size, send)
+        return near, far, size
 
-    return body
+    return _whole_or_part(BufferKind.GRADIENT, place, send)
 
 
 def weights(send: bool) -> Body:
     """A block's compute weights, or what one chunk of its masters has become."""
-    every = whole(BufferKind.WEIGHTS, send)
 
-    def body(runtime: Runtime, task: Task) -> None:
-        if task.part < 0:
-            return every(runtime, task)
+    def place(runtime: Runtime, task: Task) -> tuple[int, int, int]:
         low, high = runtime.model.weights_span(task.block, task.part)
         near = task.find(BufferKind.WEIGHTS, tier=Tier.RAM) or task.get(BufferKind.STATE, tier=Tier.RAM)
         far = _part(task, Tier.DEVICE, BufferKind.WEIGHTS, BufferKind.WEIGHTS_CHUNK, low)
-        _move(runtime, near.offset + low, far, high - low, send)
+        return near.offset + low, far, high - low
 
-    return body
+    return _whole_or_part(BufferKind.WEIGHTS, place, send)
 
 
 def state(send: bool) -> Body:
@@ -69,6 +63,25 @@ def state(send: bool) -> Body:
         for plane in range(planes):
             near = resident.offset + plane * model.plane_bytes[task.block] + start
             _move(runtime, near, far + plane * size, size, send)
+
+    return body
+
+
+def _whole_or_part(
+    kind: BufferKind, place: Callable[[Runtime, Task], tuple[int, int, int]], send: bool
+) -> Body:
+    """All of a buffer, or the part of it that a task names.
+
+    Args:
+        place: of that part: where in RAM, where on the device, bytes.
+    """
+    every = whole(kind, send)
+
+    def body(runtime: Runtime, task: Task) -> None:
+        if task.part < 0:
+            every(runtime, task)
+        else:
+            _move(runtime, *place(runtime, task), send)
 
     return body
 

@@ -30,6 +30,22 @@ class Targets:
 
 
 @dataclass(frozen=True)
+class _Shared:
+    """An update of a block whose chunks cores and device share.
+
+    Attributes:
+        kind: UPDATE or UPDATE_AHEAD.
+        scales: the clip factor's buffer, if there is one.
+    """
+
+    kind: TaskKind
+    block: int
+    gradient: Gradient
+    scales: list[int]
+    targets: Targets
+
+
+@dataclass(frozen=True)
 class _Chunk:
     """A chunk's tasks.
 
@@ -75,7 +91,7 @@ class Updates:
         """
         scales = [] if scale is None else [scale]
         if self.splits(block):
-            return self._split(kind, block, gradient, scales, targets)
+            return self._split(_Shared(kind, block, gradient, scales, targets))
         filled = [] if targets.ram is None else [targets.ram]
         return self._on_cores(kind, block, gradient.ram, scales, filled)
 
@@ -184,30 +200,20 @@ class Updates:
 
     # On cores and device
 
-    def _split(
-        self, kind: TaskKind, block: int, gradient: Gradient, scales: list[int], targets: Targets
-    ) -> Stream:
+    def _split(self, shared: _Shared) -> Stream:
         """Chunk by chunk. What follows an update stands behind the next one, so that neither cores nor device
         wait for what has not come over the link yet; chunks are stored in their order."""
         stream: Stream = []
         late: list[Op] = []
-        there = self.model.updates_there(block)
-        for part in range(len(self.model.chunks(block))):
-            make = self._chunk_there if part in there else self._chunk_here
-            chunk = make(kind, block, part, gradient, scales, targets)
+        there = self.model.updates_there(shared.block)
+        for part in range(len(self.model.chunks(shared.block))):
+            chunk = (self._chunk_there if part in there else self._chunk_here)(shared, part)
             stream.append(Piece(all_of(chunk.read), all_of([chunk.update, *late])))
             late = chunk.flush
         return [*stream, Piece(None, all_of(late))]
 
-    def _chunk_here(
-        self,
-        kind: TaskKind,
-        block: int,
-        part: int,
-        gradient: Gradient,
-        scales: list[int],
-        targets: Targets,
-    ) -> _Chunk:
+    def _chunk_here(self, shared: _Shared, part: int) -> _Chunk:
+        block, gradient, targets = shared.block, shared.gradient, shared.targets
         emitter, size = self.emitter, self.model.chunks(block)[part][1]
         reads: list[Op] = []
         flush: list[Op] = []
@@ -224,7 +230,8 @@ class Updates:
             reads.append(read)
         filled = () if targets.ram is None else (targets.ram,)
         partly = (state, *filled)
-        update = self._rule(kind, size, [source, *scales], [state, *filled], block, part, partly=partly)
+        reading, writing = [source, *shared.scales], [state, *filled]
+        update = self._rule(shared.kind, size, reading, writing, block, part, partly=partly)
         if targets.near is not None:
             made = state if targets.ram is None else targets.ram
             flush.append(self._send_weights(block, part, made, targets.near))
@@ -232,15 +239,8 @@ class Updates:
             flush.append(emitter.store(state, block, range(part, part + 1), partly=(state,)))
         return _Chunk(reads, update, flush)
 
-    def _chunk_there(
-        self,
-        kind: TaskKind,
-        block: int,
-        part: int,
-        gradient: Gradient,
-        scales: list[int],
-        targets: Targets,
-    ) -> _Chunk:
+    def _chunk_there(self, shared: _Shared, part: int) -> _Chunk:
+        block, gradient, targets = shared.block, shared.gradient, shared.targets
         emitter, model = self.emitter, self.model
         size, total = model.chunks(block)[part][1], model.part_bytes(block, part)
         low, high = model.weights_span(block, part)
@@ -266,9 +266,8 @@ class Updates:
         if made is None and back is not None:
             made = emitter.work(BufferKind.WEIGHTS_CHUNK, high - low, block, part=part)
         filled = () if made is None else (made,)
-        update = self._rule(
-            kind, size, [source, *scales], [state, *filled], block, part, there=True, partly=filled
-        )
+        reading, writing = [source, *shared.scales], [state, *filled]
+        update = self._rule(shared.kind, size, reading, writing, block, part, there=True, partly=filled)
         flush = [self._link(TaskKind.RECEIVE_STATE, total, state, after, block, part)]
         if back is not None and made is not None:
             flush.append(self._link(TaskKind.RECEIVE_WEIGHTS, high - low, made, back, block, part))
