@@ -7,7 +7,8 @@ State (fp32 masters and AdamW moments) is on disk and committed every step. One 
 real executor and under the plan that was found for the budget:
 
     step    the step
-    C       the same graph with every disk task doing nothing: what the cores need
+    C       the same graph with every disk task doing nothing: what the cores need. Checksums of what was
+            read are taken all the same, and hold
     D       the same graph with every task of the cores doing nothing: what the disk needs
 
 The three take turns, since a machine's speed drifts. Prints the step against max(C, D) (limit 1.15), D
@@ -41,7 +42,8 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from packmule.engine.engine import Engine
-    from packmule.engine.runtime import StepState
+    from packmule.engine.program import Task
+    from packmule.engine.runtime import Runtime, StepState
     from packmule.graph.kinds import TaskKind
     from packmule.graph.step import StepGraph
     from packmule.spec.plan import Plan
@@ -155,6 +157,27 @@ def without(bodies: dict[TaskKind, Any], idle: Callable[[TaskKind], bool]) -> di
     return {kind: (lambda runtime, task: None) if idle(kind) else body for kind, body in bodies.items()}
 
 
+class Anything(int):
+    """The checksum of what has not been read."""
+
+    def __eq__(self, other: object) -> bool:
+        return True
+
+    def __ne__(self, other: object) -> bool:
+        return False
+
+    __hash__ = int.__hash__
+
+
+def unread(runtime: Runtime, task: Task) -> None:
+    """State from a disk that takes no time: left to verify to the task that takes it, whatever it is."""
+    from packmule.checkpoint.reader import Place
+    from packmule.engine.stored import moving
+
+    for chunk in moving(runtime, task):
+        runtime.state.unverified[chunk.at] = Place(task.block, 0, chunk.number, Anything())
+
+
 def alone(engine: Engine, graph: StepGraph, bodies: dict[TaskKind, Any], state: StepState) -> Timeline:
     """One execution of a graph of the engine with other bodies."""
     from packmule.engine.program import Program
@@ -244,6 +267,7 @@ def main() -> int:
 
     from packmule.engine.bodies import BODIES
     from packmule.engine.runtime import Ahead, StepState
+    from packmule.graph.kinds import TaskKind
     from packmule.graph.traffic import traffic, uses_disk
     from packmule.optim.rule import Update
     from packmule.plan.search import search
@@ -308,7 +332,8 @@ def main() -> int:
                 peak = max(peak, process_memory().peak)
                 fill(engine.arena.memory, noise)
                 graph, norm = result.graph, result.outcome.grad_norm
-                computed = alone(engine, graph, without(BODIES, uses_disk), state())
+                null = {**without(BODIES, uses_disk), TaskKind.READ_STATE: unread}
+                computed = alone(engine, graph, null, state())
                 cores.append(computed.seconds)
                 idle = without(BODIES, lambda kind: not uses_disk(kind))
                 engine.load()

@@ -32,6 +32,10 @@ METHODS = {
         "--optim": "lomo", "--learning-rate": "1e-2", "--max-grad-norm": "0", "--hardware.state": "ram",
         "--update": "on-backward",
     },
+    "adalomo": {
+        "--optim": "adalomo", "--learning-rate": "5e-4", "--max-grad-norm": "0", "--hardware.state": "ram",
+        "--update": "on-backward",
+    },
     "hift": {"--block-schedule": "hift", "--learning-rate": "1e-4", **STREAMED},
     "badam": {
         "--block-schedule": "badam", "--optim.block_steps": "4", "--optim.block_layers": "4",

@@ -27,7 +27,8 @@ extern "C" uint32_t pm_crc32c(const void* data, size_t nbytes, uint32_t value, i
 namespace {
 
 constexpr unsigned kDepth = 4;         // blocks under way
-constexpr size_t kBlock = 1 << 20;     // bytes of one
+constexpr size_t kSummedBlock = 1 << 20;  // bytes of one: it is summed while it is in a cache
+constexpr size_t kPlainBlock = 4 << 20;   // fewer turns of a core that others compute on
 constexpr int64_t kGrid = 4096;        // of direct transfers
 constexpr size_t kStackBytes = 128 << 10;
 constexpr int kThreads = 2;
@@ -292,6 +293,7 @@ PM_API int pm_transfer(PmTransfers* transfers, int file, int write, int direct, 
   int64_t cut = 0;      // of which so many bytes are cut
   uint64_t begun = 0, ended = 0;
   int failure = 0;
+  const auto most = static_cast<int64_t>(sums ? kSummedBlock : kPlainBlock);
   for (int i = 0; sums && i < chunks; ++i) sums[i] = 0;
   for (;;) {
     while (!failure && next < chunks && begun - ended < kDepth) {
@@ -305,7 +307,7 @@ PM_API int pm_transfer(PmTransfers* transfers, int file, int write, int direct, 
       block.op.file = file;
       block.op.write = write;
       block.op.data = static_cast<char*>(data[next]) + cut;
-      block.op.bytes = static_cast<size_t>(left < static_cast<int64_t>(kBlock) ? left : kBlock);
+      block.op.bytes = static_cast<size_t>(left < most ? left : most);
       block.op.offset = offsets[next] + cut;
       // Summed before it is written: what a faulty disk does to it must show.
       if (write && sums) sums[next] = pm_crc32c(block.op.data, block.op.bytes, sums[next], 0);

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from packmule.engine.executor import execute
 from packmule.engine.runtime import Runtime
@@ -27,11 +28,26 @@ POISON = 0xFF
 """Every byte of what is not written yet, or released, in test mode: NaN in any float type."""
 
 
+class Chunk(NamedTuple):
+    """A chunk of a block's state in the arena: its number in the store's layout, its bytes, their place."""
+
+    number: int
+    view: memoryview
+    at: int
+
+    @property
+    def stored(self) -> tuple[int, memoryview]:
+        """As the store takes it."""
+        return self.number, self.view
+
+
 class Task:
     """One task with its buffers by (tier, kind, block).
 
     Attributes:
         parts: of the chunks of a block's state that it moves, in order.
+        home: the resource on whose thread it runs.
+        moved: the chunks of state that it touches, once they have been looked up: graphs repeat.
     """
 
     def __init__(self, graph: StepGraph, index: int) -> None:
@@ -39,7 +55,9 @@ class Task:
         self.block = int(graph.block[index])
         self.micro = int(graph.micro[index])
         self.part = int(graph.part[index])
+        self.home = graph.resources[int(graph.uses.row(index)[0])]
         self.parts: list[int] = []
+        self.moved: list[Chunk] | None = None
         self._buffers: dict[tuple[int, int, int], Range] = {}
         if self.kind in (TaskKind.COMMIT, TaskKind.SNAPSHOT):
             return
@@ -138,14 +156,11 @@ class Program:
         task = self._tasks.get(index)
         if task is None:
             task = self._tasks[index] = Task(self.graph, index)
-        if self._home(index) == "device":
+        if task.home == "device":
             with self.runtime.device.computing():
                 self._bodies[task.kind](self.runtime, task)
         else:
             self._bodies[task.kind](self.runtime, task)
-
-    def _home(self, index: int) -> str:
-        return self.graph.resources[int(self.graph.uses.row(index)[0])]
 
     def _released(self, buffer: int) -> None:
         offset, size = int(self.graph.buffer_offset[buffer]), int(self.graph.buffer_bytes[buffer])

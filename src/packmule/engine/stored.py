@@ -8,29 +8,21 @@ task touches.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import NamedTuple
 
-from packmule.engine.program import Task
+from packmule.engine.program import Chunk, Task
 from packmule.engine.runtime import Runtime
 from packmule.graph.kinds import BufferKind
-
-
-class Chunk(NamedTuple):
-    """A chunk of a block's state in the arena: its number in the store's layout, its bytes, their place."""
-
-    number: int
-    view: memoryview
-    at: int
-
-    @property
-    def stored(self) -> tuple[int, memoryview]:
-        """As the store takes it."""
-        return self.number, self.view
 
 
 def moving(runtime: Runtime, task: Task) -> list[Chunk]:
     """The task's chunks of every plane (all of the block's where it has no part), of a plane that is laid out
     otherwise than the masters all chunks with their first; or its chunk of the master plane alone."""
+    if task.moved is None:
+        task.moved = _find(runtime, task)
+    return task.moved
+
+
+def _find(runtime: Runtime, task: Task) -> list[Chunk]:
     model, layout = runtime.model, runtime.store.layout
     chunks, masters = model.chunks(task.block), model.plane_bytes[task.block]
     resident = task.find(BufferKind.STATE)

@@ -122,10 +122,15 @@ class PlannedModel:
         """Per block, bytes of its parameters in the compute dtype."""
         return tuple(block.layout(self.types.compute).bytes for block in self.blocks)
 
-    def chunks(self, block: int) -> list[tuple[int, int]]:
+    def chunks(self, block: int) -> tuple[tuple[int, int], ...]:
         """(start, bytes) of each streamed piece of one plane of a block."""
-        size, step = self.plane_bytes[block], self.plan.io.chunk_bytes
-        return [(start, min(step, size - start)) for start in range(0, size, step)]
+        return self._chunks[block]
+
+    @cached_property
+    def _chunks(self) -> tuple[tuple[tuple[int, int], ...], ...]:
+        step = self.plan.io.chunk_bytes
+        pieces = ([(at, min(step, size - at)) for at in range(0, size, step)] for size in self.plane_bytes)
+        return tuple(tuple(each) for each in pieces)
 
     def runs(self, block: int) -> list[range]:
         """Its chunks in runs of `RUN`, as resident state is stored and loaded."""

@@ -23,7 +23,7 @@ import numpy as np
 
 from packmule.errors import DamagedFile, DiskError
 from packmule.kernels.native import NativeKernels, library_path
-from packmule.kernels.transfers import BLOCK_BYTES, Span, TransferFailed, Transfers
+from packmule.kernels.transfers import BLOCK_BYTES, Span, TransferFailed, Transfers, address
 from packmule.shapes.layout import PAGE
 
 Checksum = Callable[[memoryview], int]
@@ -178,7 +178,7 @@ def remove_folder(disk: Disk, path: Path) -> None:
 def aligned_buffer(size: int) -> memoryview:
     """A writable buffer of `size` bytes that starts on a 4096-byte boundary."""
     raw = np.empty(size + PAGE, np.uint8)
-    start = -_address(raw.data) % PAGE
+    start = -address(raw.data) % PAGE
     return raw[start : start + size].data
 
 
@@ -194,6 +194,7 @@ class PosixDisk:
     def __init__(self, direct: bool = True, ring: bool = True) -> None:
         self._direct = direct
         self._ring = ring
+        self._built = library_path() is not None
         self._transfers: Transfers | None = None
         self._making = threading.Lock()
 
@@ -264,18 +265,24 @@ class PosixDisk:
             done += put
 
     def read_summed(self, handle: Handle, spans: Sequence[Span], checksum: Checksum | None) -> list[int]:
-        if not _native(checksum):
+        if not self._fused(checksum):
             return read_in_turn(self, handle, spans, checksum)
         return self._move(handle, spans, write=False, summed=checksum is not None)
 
     def write_summed(self, handle: Handle, spans: Sequence[Span], checksum: Checksum | None) -> list[int]:
-        if not _native(checksum):
+        if not self._fused(checksum):
             return write_in_turn(self, handle, spans, checksum)
         return self._move(handle, spans, write=True, summed=checksum is not None)
 
     def _many_blocks(self, view: memoryview) -> bool:
         """Whether some of its blocks can be under way at once."""
-        return len(view) > BLOCK_BYTES and library_path() is not None
+        return len(view) > BLOCK_BYTES and self._built
+
+    def _fused(self, checksum: Checksum | None) -> bool:
+        """Whether the native library moves chunks, and sums them on the way as `checksum` does."""
+        return self._built and (
+            checksum is None or isinstance(getattr(checksum, "__self__", None), NativeKernels)
+        )
 
     def _move(self, handle: Handle, spans: Sequence[Span], write: bool, summed: bool = True) -> list[int]:
         with self._making:
@@ -392,25 +399,14 @@ class PosixDisk:
         return status.f_bavail * status.f_frsize
 
 
-def _address(view: memoryview) -> int:
-    return int(np.frombuffer(view, np.uint8).__array_interface__["data"][0])
-
-
 def _checked(handle: Handle, buffer: memoryview, offset: int) -> memoryview:
     view = buffer.cast("B")
-    if handle.direct and (offset % PAGE or len(view) % PAGE or _address(view) % PAGE):
+    if handle.direct and (offset % PAGE or len(view) % PAGE or address(view) % PAGE):
         raise AssertionError(
             f"{handle.path}: direct transfers need multiples of {PAGE}: offset {offset}, "
-            f"{len(view)} bytes, address {_address(view):#x}"
+            f"{len(view)} bytes, address {address(view):#x}"
         )
     return view
-
-
-def _native(checksum: Checksum | None) -> bool:
-    """Whether the native library computes it, and so can on the way."""
-    if checksum is None:
-        return library_path() is not None
-    return isinstance(getattr(checksum, "__self__", None), NativeKernels)
 
 
 def _ends(path: Path, at: int, missing: int) -> DamagedFile:

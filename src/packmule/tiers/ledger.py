@@ -22,10 +22,11 @@ class Ledger:
     def __init__(
         self, graph: StepGraph, released: Callable[[int], None] | None = None, check: bool = False
     ) -> None:
-        self._graph = graph
         self._check = check
         self._released = released
         self._touched = [graph.touched(t).tolist() for t in range(graph.tasks)]
+        self._tier, self._size = graph.buffer_tier.tolist(), graph.buffer_bytes.tolist()
+        self._offset, self._persistent = graph.buffer_offset.tolist(), graph.buffer_persistent.tolist()
         self._left = [0] * graph.buffers
         for row in self._touched:
             for buffer in row:
@@ -36,14 +37,14 @@ class Ledger:
         self.tasks: list[int] = []
         self.rows: list[tuple[int, ...]] = []
         for buffer in range(graph.buffers):
-            if graph.buffer_persistent[buffer]:
+            if self._persistent[buffer]:
                 self._claim(buffer)
         self._note(-1)
 
     def start(self, task: int) -> None:
         """The task starts: claim what it touches first."""
         for buffer in self._touched[task]:
-            tier = int(self._graph.buffer_tier[buffer])
+            tier = self._tier[buffer]
             if buffer not in self._live[tier]:
                 self._claim(buffer)
         self._note(task)
@@ -52,17 +53,15 @@ class Ledger:
         """The task has ended: release what nothing needs any more."""
         for buffer in self._touched[task]:
             self._left[buffer] -= 1
-            if not self._left[buffer] and not self._graph.buffer_persistent[buffer]:
-                tier = int(self._graph.buffer_tier[buffer])
+            if not self._left[buffer] and not self._persistent[buffer]:
+                tier = self._tier[buffer]
                 self._bytes[tier] -= self._live[tier].pop(buffer)
                 if self._released is not None:
                     self._released(buffer)
         self._note(task)
 
     def _claim(self, buffer: int) -> None:
-        graph = self._graph
-        tier, size = int(graph.buffer_tier[buffer]), int(graph.buffer_bytes[buffer])
-        low = int(graph.buffer_offset[buffer])
+        tier, size, low = self._tier[buffer], self._size[buffer], self._offset[buffer]
         if self._check:
             self._compare(buffer, tier, low, low + size)
         self._live[tier][buffer] = size
@@ -71,7 +70,7 @@ class Ledger:
 
     def _compare(self, buffer: int, tier: int, low: int, high: int) -> None:
         for other, length in self._live[tier].items():
-            begin = int(self._graph.buffer_offset[other])
+            begin = self._offset[other]
             if low < high and length and low < begin + length and begin < high:
                 raise RuntimeError(f"buffer {buffer} claims bytes that buffer {other} still holds")
 
