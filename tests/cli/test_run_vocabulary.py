@@ -10,14 +10,18 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+from safetensors.numpy import load_file
 from tests.cli.bench import MAIN, Bench
 from tests.fault.processes import Running, gone
+from tokenizers import Tokenizer
 
 STEPS = 6
 
-WIDE = {"hidden_size": 512, "vocab_size": 8300, "num_hidden_layers": 1}
-"""Changes of the tiny model. Its table is a little larger than the 16 MiB that one part may be."""
+WIDE = {"hidden_size": 16384, "head_dim": 8, "vocab_size": 320, "num_hidden_layers": 1}
+"""Changes of the tiny model. Its table is a little larger than the 16 MiB that one part may be, and still is
+with only bytes and a few words in it. 20 ids are no tokens."""
 
 CHANGES = {
     "model__path": "large_words", "data__val_size": 6, "train__max_steps": STEPS,
@@ -39,6 +43,14 @@ def logged(run: Path, metric: str) -> dict[int, float]:
 
 def weights(folder: Path) -> bytes:
     return (folder / "model.safetensors").read_bytes()
+
+
+def tensors(folder: Path) -> dict[str, np.ndarray]:
+    found: dict[str, np.ndarray] = load_file(folder / "model.safetensors")
+    return found
+
+
+FEW = ["the mule rests in shade", "noon by the mill", "over a hill and down to the mule"]
 
 
 @pytest.fixture(scope="module")
@@ -86,6 +98,51 @@ def test_eval_and_export_see_one_table(bench: Bench, whole: Path) -> None:
     assert found["loss"] == pytest.approx(logged(whole, "eval/loss")[STEPS], rel=1e-6)
     bench.run("export", whole.name, "parted_export", "--dtype", "float32").succeeded()
     assert weights(bench.folder / "parted_export") == weights(whole / "final")
+
+
+@pytest.fixture(scope="module")
+def pruned(bench: Bench, whole: Path) -> Path:
+    """An export of it without the tokens that some texts do not use."""
+    bench.write_texts("few_words.jsonl", FEW * 8)
+    words = ("--dtype", "float32", "--prune-vocab", "--corpus", "few_words.jsonl")
+    bench.run("export", whole.name, "parted_pruned", *words).succeeded()
+    return bench.folder / "parted_pruned"
+
+
+def test_a_pruned_export_has_the_rows_of_the_tokens_that_stay(whole: Path, pruned: Path) -> None:
+    before, after = (Tokenizer.from_file(str(path / "tokenizer.json")) for path in (whole / "final", pruned))
+    kept = [before.token_to_id(after.id_to_token(index)) for index in range(after.get_vocab_size())]
+    assert len(kept) < before.get_vocab_size() and kept == sorted(kept)
+    expected, found = tensors(whole / "final"), tensors(pruned)
+    expected["model.embed_tokens.weight"] = expected["model.embed_tokens.weight"][kept]
+    assert found.keys() == expected.keys()
+    assert all(np.array_equal(found[name], expected[name]) for name in expected)
+
+
+def test_a_run_with_the_cut_begins_from_a_pruned_export_of_one(bench: Bench, pruned: Path) -> None:
+    torch = pytest.importorskip("torch")
+    transformers = pytest.importorskip("transformers")
+    changes = CHANGES | {
+        "model__path": pruned.name, "model__init": "pretrained", "data__path": "few_words.jsonl",
+        "data__val_path": "few_words.jsonl", "train__eval_rows": None, "train__max_steps": 1,
+        "train__eval_steps": 1, "optim__learning_rate": 0.0,
+    }  # fmt: skip
+    changes.pop("data__val_size")
+    bench.run("train", bench.job("parted_again", **changes).name).succeeded()
+    run = bench.folder / "parted_again"
+    assert head(run)["numerics"]["vocabulary_parts"] == 2
+    assert weights(run / "final") == weights(pruned)
+    model = transformers.AutoModelForCausalLM.from_pretrained(pruned, dtype=torch.float32)
+    tokenizer = Tokenizer.from_file(str(pruned / "tokenizer.json"))
+    loss, targets = 0.0, 0
+    for text in FEW:
+        ids = torch.tensor([*tokenizer.encode(text).ids, model.config.eos_token_id])
+        with torch.no_grad():
+            logits = model(ids[None]).logits[0, :-1]
+        loss += float(torch.nn.functional.cross_entropy(logits, ids[1:], reduction="sum"))
+        targets += len(ids) - 1
+    assert logged(run, "eval/loss")[0] == pytest.approx(loss / targets, rel=1e-5)
+    assert logged(run, "eval/targets")[0] == 8 * targets
 
 
 def test_a_run_without_the_cut_begins_from_one_with_it(bench: Bench, whole: Path) -> None:

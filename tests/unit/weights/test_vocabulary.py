@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import zlib
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 
@@ -26,6 +27,7 @@ from packmule.checkpoint.reader import StateReader
 from packmule.checkpoint.store import StateStore
 from packmule.data.manifest import folder_manifest, gguf_manifest, random_manifest
 from packmule.errors import DataError
+from packmule.models.weights.rows import vocabulary_rows
 from packmule.models.weights.source import WeightSource
 from packmule.shapes.model import ModelShape
 from packmule.shapes.vocabulary import part_ranges
@@ -93,6 +95,11 @@ def imported(disk: RecordingDisk, folder: Path, shape: ModelShape, source: Sourc
     store.close()
 
 
+def flat(chunks: Iterable[np.ndarray]) -> np.ndarray:
+    """Each copied before the next may take its place."""
+    return np.concatenate([chunk.copy() for chunk in chunks])
+
+
 @pytest.mark.parametrize("tied", (False, True))
 def test_a_run_is_exported_and_begun_from_whatever_its_cut(tied: bool, tmp_path: Path, seed: int) -> None:
     shape, disk = replace(LARGE, vocab=200, tied=tied), RecordingDisk()
@@ -110,11 +117,17 @@ def test_a_run_is_exported_and_begun_from_whatever_its_cut(tied: bool, tmp_path:
                 run.check(replace(shape, vocab=201).cut(3))
             if index + 1 < len(cuts):
                 imported(disk, Path(f"/run{index + 1}"), shape.cut(cuts[index + 1]), run)
+    # Whole parts may stay, or go.
+    kept = np.flatnonzero(np.random.default_rng(seed).random(200) < np.repeat((0.9, 0.0, 1.0, 0.1), 50))
     with StateReader.open(disk, Path("/run2"), zlib.crc32) as reader:
         tensors = exporter(reader)
+        pruned = vocabulary_rows(tensors, kept)
         for block, parameter in parameters(shape):
-            rows = np.concatenate([part.copy() for part in tensors(block, parameter)])
-            assert np.array_equal(rows, expected[block.name, parameter.name].reshape(-1))
+            whole = expected[block.name, parameter.name]
+            assert np.array_equal(flat(tensors(block, parameter)), whole.reshape(-1))
+            if block.kind != "layer" and parameter.name == "weight":
+                whole = whole.reshape(parameter.shape)[kept]
+            assert np.array_equal(flat(pruned(block, parameter)), whole.reshape(-1))
 
 
 def test_ranges_of_parts_cover_the_vocabulary(seed: int) -> None:
