@@ -23,6 +23,9 @@ STATES = 60
 LONG_STATES = 2_000
 """States per plan that are recovered and finished."""
 
+POOLED = 200
+"""States that wait to be finished: more are found than ever are, and each holds two copies of a run."""
+
 RUN = Path("/run")
 
 PLANS = {
@@ -139,6 +142,8 @@ class Search:
         assert promise.kept <= set(found) and all(kept <= step for kept in found), (found, where)
         self.kept.update(found)
         self.recovered.add(step)
+        if len(self.pool) == POOLED:
+            self.pool.pop(self.rng.randrange(POOLED))
         self.pool.append((left.root, step, where))
 
 
