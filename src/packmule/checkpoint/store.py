@@ -155,24 +155,30 @@ class StateStore:
         self.write_many(block, [(index, buffer)])
 
     def write_many(
-        self, block: int, chunks: Sequence[tuple[int, memoryview]], sums: Sequence[int] | None = None
-    ) -> None:
-        """As `write`, of several chunks: (index, buffer) each.
+        self, block: int, chunks: Sequence[tuple[int, memoryview]], sums: Sequence[int | None] = ()
+    ) -> list[int]:
+        """As `write`, of several chunks: (index, buffer) each; what each sums to.
 
         Args:
-            sums: what they sum to, where that is known.
+            sums: where that is known: it is not taken again.
         """
+        known = sums or [None] * len(chunks)
         with self._lock:
             update = self._updates[block]
             layout, handle = self.layout, self._open()
-        spans = [
-            Span(_start(layout, block, index, buffer), layout.chunk_offset(block, update.slot, index))
-            for index, buffer in chunks
-        ]
-        found = self.disk.write_summed(handle, spans, self.checksum if sums is None else None) or sums or ()
+        vouched: list[Span] = []
+        others: list[Span] = []
+        for (index, buffer), value in zip(chunks, known, strict=True):
+            span = Span(_start(layout, block, index, buffer), layout.chunk_offset(block, update.slot, index))
+            (others if value is None else vouched).append(span)
+        if vouched:
+            self.disk.write_summed(handle, vouched, None)
+        taken = iter(self.disk.write_summed(handle, others, self.checksum) if others else ())
+        found = [next(taken) if value is None else value for value in known]
         with self._lock:
             for (index, _), value in zip(chunks, found, strict=True):
                 update.checksums[index] = value
+        return found
 
     def end(self, block: int) -> None:
         """Finish an update: the slot written becomes the block's current one."""

@@ -183,6 +183,7 @@ class Engine:
         self._pending = None
         self._committed = True
         self._state((), ())
+        self.runtime.sums.clear()
         return self._run("load", stopping=stopping)
 
     def step(
@@ -221,12 +222,13 @@ class Engine:
             raise ValueError("a snapshot is of a commit")
         state = self._state(batches, self.model.plan.numerics.micro_tokens[: len(batches)])
         state.scale = 1.0 / max(1, targets)
-        state.number, state.update, state.progress = update.step, update, progress
+        state.number, state.update, state.progress, state.stores = update.step, update, progress, commit
         name = _named("step, commit" if commit else "step", snapshot)
         if late:
             name = "first" if on_fetch else "step"
             if pending is not None:
                 state.update, state.progress = pending.update or update, pending.progress
+                state.stores = pending.commit if on_fetch else commit
                 name = pending.name
         if self._speculates(commit, snapshot):
             state.ahead = Ahead(update, progress)
@@ -284,7 +286,7 @@ class Engine:
             self._begin_snapshot(state.progress)
         with self._changing():
             if pending is not None and pending.update is not None:
-                state.update = pending.update
+                state.update, state.stores = pending.update, True
                 self._run(_named("drain", kept), stopping=stopping)
             else:
                 self._run(_named("commit", kept), stopping=stopping)

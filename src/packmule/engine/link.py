@@ -61,6 +61,8 @@ def state(send: bool) -> Body:
             near = task.get(BufferKind.STATE_CHUNK, tier=Tier.RAM).offset
             return _move(runtime, near, far, planes * size, send)
         for plane in range(planes):
+            if not send:  # it has changed there
+                runtime.sums.pop((task.block, runtime.store.layout.index(task.block, plane, task.part)), None)
             near = resident.offset + plane * model.plane_bytes[task.block] + start
             _move(runtime, near, far + plane * size, size, send)
 

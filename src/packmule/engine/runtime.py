@@ -87,8 +87,8 @@ class StepState:
         progress: what a commit in this graph records.
         ahead: in a graph that speculates, the step under way.
         validated: that step needed no clipping and is durable.
+        stores: what this graph updates is stored, by it or by the next one.
         unverified: by place in the arena, the chunks of state that were read and not summed yet.
-        sums: by block and chunk, what updated state sums to that is not stored yet.
         position, positions: tokens in the cache so far and at most, when generating.
         losses: per micro-batch, (sum of losses, targets).
         balance: the load-balancing loss, not multiplied by its factor; None where there is none.
@@ -107,8 +107,8 @@ class StepState:
     progress: Progress | None = None
     ahead: Ahead | None = None
     validated: bool = False
+    stores: bool = False
     unverified: dict[int, Place] = field(default_factory=dict)
-    sums: dict[tuple[int, int], int] = field(default_factory=dict)
     position: int = 0
     positions: int = 0
     losses: dict[int, tuple[float, int]] = field(default_factory=dict)
@@ -159,6 +159,8 @@ class Runtime:
     Attributes:
         memory: uint8, by tier, what buffers lie in: the arena, and a device's.
         kernels, near_kernels: those of the cores, and of what computes the model.
+        sums: by block and chunk, what state in RAM sums to as its last update or load left it, where that
+            was taken.
     """
 
     def __init__(
@@ -195,6 +197,7 @@ class Runtime:
             self._decoder = Decoder.create(self.near_kernels, model.decoder, model.types, longest, self.place)
         self.rule = rule_of(numerics.optimizer)
         self.state = StepState()
+        self.sums: dict[tuple[int, int], int] = {}
         self.weight_layouts = [block.layout(model.types.compute) for block in model.blocks]
         self.plane_layouts = [block.layout(model.types.master) for block in model.blocks]
         self.factor_layouts = [

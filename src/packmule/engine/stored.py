@@ -1,8 +1,8 @@
 """Bodies that move state between the arena and its slots, and the checksums that vouch for it.
 
-A chunk on its way to an update or a cast is verified by that task, and one that an update has changed is
-summed by it, by all threads and while it is in their caches. The disk's lane sums what no such
-task touches.
+A chunk on its way to an update or a cast is verified by that task, and one that an update has changed, and
+that is to be stored, is summed by it, by all threads and while it is in their caches. The disk's lane sums
+what no such task touches. What a chunk in RAM sums to is known until it changes.
 """
 
 from __future__ import annotations
@@ -67,7 +67,13 @@ def confirm(runtime: Runtime, chunks: Iterable[Chunk]) -> None:
 def vouch(runtime: Runtime, block: int, chunks: Iterable[Chunk]) -> None:
     """Take the checksums of chunks that are to be stored."""
     for chunk in chunks:
-        runtime.state.sums[block, chunk.number] = runtime.kernels.crc32c_wide(chunk.view)
+        runtime.sums[block, chunk.number] = runtime.kernels.crc32c_wide(chunk.view)
+
+
+def forget(runtime: Runtime, block: int, chunks: Iterable[Chunk]) -> None:
+    """Chunks have changed: what they sum to is not known any more."""
+    for chunk in chunks:
+        runtime.sums.pop((block, chunk.number), None)
 
 
 def read_state(runtime: Runtime, task: Task) -> None:
@@ -81,25 +87,31 @@ def read_state(runtime: Runtime, task: Task) -> None:
 
 def read_verified(runtime: Runtime, task: Task) -> None:
     """The same, verified at once."""
-    runtime.store.read_many(task.block, [chunk.stored for chunk in moving(runtime, task)])
+    chunks = moving(runtime, task)
+    places = runtime.store.read_many(task.block, [chunk.stored for chunk in chunks])
+    if task.find(BufferKind.STATE) is not None:
+        for chunk, place in zip(chunks, places, strict=True):
+            runtime.sums[task.block, chunk.number] = place.checksum
 
 
 def write_state(runtime: Runtime, task: Task) -> None:
-    """Some chunks of every plane to the block's slot; the first begins the update, the last ends it."""
+    """Some chunks of every plane to the block's slot; the first begins the update, the last ends it. What is
+    not known of their sums is taken on the way."""
     store = runtime.writable
     if task.part == 0:
         store.begin(task.block)
     chunks = moving(runtime, task)
-    known = [runtime.state.sums.pop((task.block, chunk.number), None) for chunk in chunks]
-    sums = [value for value in known if value is not None]
-    # What no update has touched in this graph is summed on the way.
-    every = sums if len(sums) == len(chunks) else None
-    store.write_many(task.block, [chunk.stored for chunk in chunks], every)
+    known = [runtime.sums.pop((task.block, chunk.number), None) for chunk in chunks]
+    sums = store.write_many(task.block, [chunk.stored for chunk in chunks], known)
+    if task.find(BufferKind.STATE) is not None:
+        # It stays as it is until it is updated: another store of it need not sum it again.
+        for chunk, value in zip(chunks, sums, strict=True):
+            runtime.sums[task.block, chunk.number] = value
     if task.parts[-1] == store.layout.pieces(task.block) - 1:
         store.end(task.block)
 
 
 def write_snapshot(runtime: Runtime, task: Task) -> None:
-    """The same chunks of every plane to the snapshot under way."""
+    """The same chunks of every plane to the snapshot under way. Its checksums are those of the commit."""
     for chunk in moving(runtime, task):
         runtime.snapshot.write(task.block, chunk.number, chunk.view)

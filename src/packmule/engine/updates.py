@@ -81,22 +81,30 @@ def _ahead(runtime: Runtime) -> Ahead:
 
 
 def _apply(runtime: Runtime, task: Task, shared: Update) -> None:
-    """The rule; checksums of what comes from the disk and goes there are taken while it is in the cache. On a
-    device there are none to take."""
+    """The rule; checksums of what comes from the disk and goes there are taken while it is in the cache, of a
+    whole block chunk by chunk. On a device there are none to take."""
+    model, part = runtime.model, task.part
     if task.find(BufferKind.STATE_CHUNK, tier=Tier.DEVICE) is not None:
-        _rule(runtime, task, shared)
+        _rule(runtime, task, shared, part)
         return
     chunks = stored.moving(runtime, task)
+    summed = model.plan.placement.state == "disk" or runtime.state.stores
+    if part < 0 and summed and not model.whole_updates:
+        count = len(model.chunks(task.block))
+        for part in range(count):
+            _rule(runtime, task, shared, part)
+            stored.vouch(runtime, task.block, chunks[part::count])  # of every plane
+        return
     stored.confirm(runtime, chunks)
-    _rule(runtime, task, shared)
-    if runtime.model.plan.placement.state == "disk":
-        stored.vouch(runtime, task.block, chunks)
+    _rule(runtime, task, shared, part)
+    (stored.vouch if summed else stored.forget)(runtime, task.block, chunks)
 
 
-def _rule(runtime: Runtime, task: Task, shared: Update) -> None:
+def _rule(runtime: Runtime, task: Task, shared: Update, part: int) -> None:
+    """The rule on one chunk of each plane, or (-1) on all of them."""
     model, block = runtime.model, runtime.model.blocks[task.block]
     plane_bytes = model.plane_bytes[task.block]
-    start, size = (0, plane_bytes) if task.part < 0 else model.chunks(task.block)[task.part]
+    start, size = (0, plane_bytes) if part < 0 else model.chunks(task.block)[part]
     resident = task.find(BufferKind.STATE)
     state = resident or task.get(BufferKind.STATE_CHUNK)
     stride, base = (plane_bytes, start) if resident else (size, 0)
@@ -107,7 +115,7 @@ def _rule(runtime: Runtime, task: Task, shared: Update) -> None:
     target, weights_base = task.find(BufferKind.WEIGHTS), 0
     if target is None:
         target = task.find(BufferKind.WEIGHTS_CHUNK)
-        weights_base = 0 if target is None else model.weights_span(task.block, task.part)[0]
+        weights_base = 0 if target is None else model.weights_span(task.block, part)[0]
     kernels = runtime.near_kernels if state.tier == Tier.DEVICE else runtime.kernels
     types = model.types
     item = ITEMSIZE[types.master]

@@ -27,18 +27,20 @@ class _Step:
         costs: Costs,
         mean_length: float,
         pending: bool,
+        commit: bool,
         snapshot: bool = False,
         group: int | None = None,
         speculate: bool = False,
     ) -> None:
         self.emitter = Emitter(model, costs, mean_length, snapshot)
         self.gradients = Gradients(self.emitter)
-        self.updates = Updates(self.emitter)
+        self.updates = Updates(self.emitter, commit)
         self.experts = ExpertTasks(self.emitter)
         self.vocabulary = VocabularyTasks(self.emitter)
         self.model = model
         self.plan = model.plan
         self.pending = pending
+        self.commit = commit
         self.speculate = speculate
         self.tokens = model.plan.numerics.micro_tokens
         self.head = len(model.blocks) - 1
@@ -342,7 +344,7 @@ class _Step:
 
     # The step
 
-    def visits(self, commit: bool) -> list[Visit]:
+    def visits(self) -> list[Visit]:
         """All visits in order, with the aftermath of the last contribution to each gradient."""
         blocks, every = self.model.blocks, list(range(len(self.tokens)))
         passed = [block.index for block in blocks if block.kind in ("embed", "layer", "experts")]
@@ -358,7 +360,7 @@ class _Step:
             if self.model.two_passes:
                 continue
             backward = self.head_backward(micros, False)
-            if self.pending and commit and not resident and number == 0:
+            if self.pending and self.commit and not resident and number == 0:
                 # With the last pending update.
                 update = visits[-1] if self.model.cut else backward[0][0]
                 update.fetch = [*update.fetch, *self.emitter.commit()]
@@ -373,9 +375,9 @@ class _Step:
             for visit, block in self.embedding_backward(every, False):
                 self.complete(visit, block)
                 visits.append(visit)
-        if commit and resident:
+        if self.commit and resident:
             self.spread(visits)
-        elif commit:
+        elif self.commit:
             self.copy_others(visits)
         return visits
 
@@ -503,8 +505,8 @@ def build_step(
     plan = model.plan
     if group is not None and plan.update == "on-fetch":
         raise ValueError("a step that trains a group does not wait for the next one to update it")
-    step = _Step(model, costs, mean_length, pending, snapshot, group, speculate)
-    visits = step.visits(commit)
+    step = _Step(model, costs, mean_length, pending, commit, snapshot, group, speculate)
+    visits = step.visits()
     arrange(visits, plan.io, ahead(plan))
     if not model.two_passes:
         step.clip()
@@ -520,7 +522,7 @@ def build_step(
 
 def build_drain(model: PlannedModel, costs: Costs, snapshot: bool = False) -> StepGraph:
     """on-fetch: apply the pending updates without a forward, then commit."""
-    step = _Step(model, costs, 1.0, pending=True, snapshot=snapshot)
+    step = _Step(model, costs, 1.0, pending=True, commit=True, snapshot=snapshot)
     for block in model.blocks:
         emit(step.update(block.index, step.gradients.held(block.index)), model.plan.io)
     emit(step.emitter.commit(), model.plan.io)

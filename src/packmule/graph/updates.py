@@ -61,11 +61,17 @@ class _Chunk:
 
 
 class Updates:
-    """Adds updates to what an emitter builds."""
+    """Adds updates to what an emitter builds.
 
-    def __init__(self, emitter: Emitter) -> None:
+    Args:
+        commit: the graph makes state durable. With state in RAM it may be the next step's commit that its
+            updates are summed for: of these there are as many.
+    """
+
+    def __init__(self, emitter: Emitter, commit: bool) -> None:
         self.emitter, self.model = emitter, emitter.model
         self.on_disk = self.model.plan.placement.state == "disk"
+        self.summed = self.on_disk or commit
 
     def splits(self, block: int) -> bool:
         """Whether the device updates some of a block's chunks."""
@@ -194,7 +200,7 @@ class Updates:
             seconds, workspace = costs.device.update(moved), costs.device.update_workspace(size)
         else:
             # What is read and what is stored is summed.
-            seconds = costs.compute(moved=moved + size * len(self.model.planes) * self.on_disk)
+            seconds = costs.compute(moved=moved + size * len(self.model.planes) * self.summed)
         task = partial(self.emitter.task, workspace=workspace, near=there, partly=partly)
         return lambda: task(kind, seconds, reads, writes, block, part=part)
 
