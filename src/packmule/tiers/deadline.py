@@ -1,7 +1,8 @@
 """DeadlineDisk: a disk that knows how long each operation has been under way.
 
 A thread that waits for a hung device cannot be woken, so the operation itself never fails: somebody
-else has to ask `overdue` from time to time and end the process.
+else has to ask `overdue` from time to time and end the process. Where that somebody has not asked for longer
+than `LONGEST_LOOK_SECONDS`, the process itself was stopped or the machine slept: that is not the disk's time.
 """
 
 from __future__ import annotations
@@ -25,6 +26,9 @@ LEAST_RATE = 1_000_000
 WHOLE_FILE = 10.0
 """A sync or an allocation may take this many times longer: it may move far more than one buffer."""
 
+LONGEST_LOOK_SECONDS = 10.0
+"""Most that counts of the time between two looks."""
+
 
 @dataclass(frozen=True)
 class _Operation:
@@ -32,6 +36,22 @@ class _Operation:
     path: Path
     began: float
     limit: float
+
+
+class _Clock:
+    """Seconds in which this process could run, as far as its looks tell."""
+
+    def __init__(self) -> None:
+        self._counted = 0.0
+        self._looked = time.monotonic()
+
+    def now(self) -> float:
+        return self._counted + min(time.monotonic() - self._looked, LONGEST_LOOK_SECONDS)
+
+    def look(self) -> float:
+        """`now`, from which on the next stretch counts."""
+        self._counted, self._looked = self.now(), time.monotonic()
+        return self._counted
 
 
 class DeadlineDisk:
@@ -48,11 +68,12 @@ class DeadlineDisk:
         self._lock = threading.Lock()
         self._numbers = itertools.count()
         self._pending: dict[int, _Operation] = {}
+        self._clock = _Clock()
 
     def overdue(self) -> DiskError | None:
         """The error for the operation that has been late for longest, None while all are in time."""
-        now = time.monotonic()
         with self._lock:
+            now = self._clock.look()
             late = [each for each in self._pending.values() if now - each.began > each.limit]
         if not late:
             return None
@@ -68,7 +89,7 @@ class DeadlineDisk:
         number = next(self._numbers)
         limit = self._seconds * factor + size / LEAST_RATE
         with self._lock:
-            self._pending[number] = _Operation(text, path, time.monotonic(), limit)
+            self._pending[number] = _Operation(text, path, self._clock.now(), limit)
         try:
             yield
         finally:

@@ -71,9 +71,35 @@ def test_large_transfers_have_more_time(tmp_path: Path, monkeypatch: pytest.Monk
     disk = DeadlineDisk(Slow(), seconds=1.0)
     disk.write_bytes(tmp_path / "file", bytes(3 * LEAST_RATE))
     assert found[0] is None and found[1] is not None
-    clock[0] = 0.0
     disk.sync_file(tmp_path / "file")  # ten times the second
     assert found[2:] == [None, None]
+
+
+def test_time_in_which_the_process_was_stopped_is_not_the_disks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = [100.0]
+    monkeypatch.setattr("packmule.tiers.deadline.time.monotonic", lambda: clock[0])
+    found: list[DiskError | None] = []
+
+    def look(seconds: float) -> None:
+        clock[0] += seconds
+        found.append(disk.overdue())
+
+    class Stopped(PosixDisk):
+        def write_bytes(self, path: Path, data: bytes) -> None:
+            for _ in range(50):
+                look(1.0)
+            look(3600.0)  # stopped for an hour
+            for _ in range(59):
+                look(1.0)
+            assert found == [None] * 110  # 119 seconds
+            look(1.5)
+
+    disk = DeadlineDisk(Stopped(), seconds=120.0)
+    disk.write_bytes(tmp_path / "file", b"")
+    error = found[-1]
+    assert error is not None and "has not answered for 120 s" in error.cause
 
 
 def test_a_failed_operation_is_over(tmp_path: Path) -> None:
