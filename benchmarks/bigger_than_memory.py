@@ -268,6 +268,7 @@ def main() -> int:
     from packmule.engine.bodies import BODIES
     from packmule.engine.runtime import Ahead, StepState
     from packmule.graph.kinds import TaskKind
+    from packmule.graph.simulate import simulate
     from packmule.graph.traffic import traffic, uses_disk
     from packmule.optim.rule import Update
     from packmule.plan.search import search
@@ -357,7 +358,8 @@ def main() -> int:
         f"{'+'.join(map(str, plan.numerics.micro_rows))}, prefetch {plan.io.prefetch}, chunks "
         f"{format_bytes(plan.io.chunk_bytes)}\n"
         f"peak      {format_bytes(peak)} of {format_bytes(budget)}\n"
-        f"step      {shown(steps)} s; C {shown(cores)} s; D {shown(disk_alone)} s\n"
+        f"step      {shown(steps)} s; C {shown(cores)} s; D {shown(disk_alone)} s; predicted "
+        f"{simulate(graph).seconds:.2f} s\n"
         f"          {gaps(result.timeline, graph)}; gradient norm {norm:.3g}\n"
         f"          {slower(graph, result.timeline, computed)}\n"
         f"          {median(by_phase):.2f} s if forward and backward each take what their busier side needs\n"

@@ -143,7 +143,7 @@ def deepspeed(config: dict[str, Any], folder: Path, options: argparse.Namespace)
         "zero_optimization": {
             "stage": 3,
             "offload_optimizer": {**offload, "buffer_count": 4, "fast_init": False},
-            "offload_param": {**offload, "buffer_count": 5, "buffer_size": largest},
+            "offload_param": {**offload, "buffer_count": options.buffers, "buffer_size": largest},
             "sub_group_size": largest,
             "reduce_bucket_size": largest,
             "stage3_prefetch_bucket_size": largest,
@@ -377,6 +377,7 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=3, help="made; the least time counts")
     parser.add_argument("--micro-rows", type=int, help="computed at once; all of a step")
     parser.add_argument("--precision", choices=("bf16", "fp32"), default="bf16")
+    parser.add_argument("--buffers", type=int, default=5, help="of DeepSpeed for parameters in RAM")
     parser.add_argument("--folder", default=".", help="on the disk to use")
     parser.add_argument("--limit", help="memory of a cgroup, like 2.5GB")
     parser.add_argument("--timeout", type=float, default=3600.0, help="seconds a peer may take")
@@ -409,7 +410,8 @@ def main() -> int:
     for peer in options.peer:
         words = ["--peer", peer, "--shape", options.shape, "--tokens", str(options.tokens)]
         words += ["--steps", str(options.steps), "--micro-rows", str(options.micro_rows)]
-        words += ["--precision", options.precision, "--folder", options.folder]
+        words += ["--precision", options.precision, "--buffers", str(options.buffers)]
+        words += ["--folder", options.folder]
         if peer == "deepspeed":  # compilers work outside the group; one that is killed leaves its lock behind
             built = follow([*words, "--tiny", "--steps", "1"], None, math.inf)
             if built.end:
