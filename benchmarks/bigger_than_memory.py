@@ -90,40 +90,39 @@ def formula(parameters: int, streamed: int, plan: Plan) -> tuple[float, float]:
     return read, written
 
 
-def disk_rate(folder: Path, share_read: float) -> float:
-    """Bytes per second of O_DIRECT reads and writes in that proportion, 4 MiB at a time, of 1 GiB in all."""
+def disk_rate(path: Path, share_read: float) -> float:
+    """Bytes per second of O_DIRECT reads and writes in that proportion, 4 MiB at a time, of 8 GiB in all:
+    along the first half of a large file reads, along the second half writes, as blocks' slots are."""
     import time
 
     import numpy as np
 
     from packmule.tiers.disk import PosixDisk, aligned_buffer
 
-    disk, size, count = PosixDisk(), 4 << 20, 256
-    path, buffer = folder / "rate.bin", aligned_buffer(4 << 20)
+    disk, size = PosixDisk(), 4 << 20
+    buffer, half = aligned_buffer(size), disk.size(path) // 2 // size
     np.frombuffer(buffer, np.uint8)[:] = np.random.default_rng(0).integers(0, 256, size, np.uint8)
-    disk.create(path, size * count)
-    handle = disk.open(path, write=True)
-    for number in range(count):  # blocks that were never written read as zeros without the disk
-        disk.write(handle, buffer, number * size)
-    disk.sync(handle)
+    handle, count = disk.open(path, write=True), min(2048, 2 * half)
+    reads = writes = 0
     rates = []
     for _ in range(3):
         owed, began = 0.0, time.perf_counter()
-        for number in range(count):
+        for _ in range(count):
             owed += share_read
             if owed >= 1:
                 owed -= 1
-                disk.read_into(handle, buffer, number * size)
+                disk.read_into(handle, buffer, reads % half * size)
+                reads += 1
             else:
-                disk.write(handle, buffer, number * size)
+                disk.write(handle, buffer, (half + writes % half) * size)
+                writes += 1
         disk.sync(handle)
         rates.append(size * count / (time.perf_counter() - began))
     disk.close(handle)
-    disk.remove(path)
     return median(rates)
 
 
-def beside_disk(folder: Path, share_read: float) -> tuple[float, float]:
+def beside_disk(path: Path, share_read: float) -> tuple[float, float]:
     """How many times as long a matrix product takes while another thread keeps the disk busy, which takes
     next to none of the cores' time; and the disk's rate then."""
     import time
@@ -146,7 +145,7 @@ def beside_disk(folder: Path, share_read: float) -> tuple[float, float]:
         for _ in range(3):
             deadline = time.perf_counter() + 2
             alone = products(lambda end=deadline: time.perf_counter() > end)
-            moved = other.submit(disk_rate, folder, share_read)
+            moved = other.submit(disk_rate, path, share_read)
             ratios.append(alone / products(moved.done))
             rates.append(moved.result())
     return median(ratios), median(rates)
@@ -265,6 +264,7 @@ def main() -> int:
 
     import numpy as np
 
+    from packmule.checkpoint.head import STATE_NAME
     from packmule.engine.bodies import BODIES
     from packmule.engine.runtime import Ahead, StepState
     from packmule.graph.kinds import TaskKind
@@ -344,7 +344,9 @@ def main() -> int:
                 by_phase.append(sum(max(pair) for pair in pairs))
             read, written = traffic(graph)
             share = read / (read + written)
-            rate, (longer, while_busy) = disk_rate(Path(name), share), beside_disk(Path(name), share)
+            # Of the run's own state, which is not needed any more.
+            state_file = engine.runtime.store.folder / STATE_NAME
+            rate, (longer, while_busy) = disk_rate(state_file, share), beside_disk(state_file, share)
     bound = [max(pair) for pair in zip(cores, disk_alone, strict=True)]
     ratio = median(step / least for step, least in zip(steps, bound, strict=True))
     stated = sum(formula(shape.numel, sum(b.numel for b in shape.blocks() if b.kind == "layer"), plan))

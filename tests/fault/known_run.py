@@ -96,7 +96,7 @@ def write_all(store: StateStore, step: int, read_first: bool, writer: SnapshotWr
             buffer[: len(data)] = data
             store.write(block, index, buffer)
             if writer:
-                writer.write(block, index, buffer)
+                writer.write_many(block, [(index, buffer)])
         store.end(block)
 
 

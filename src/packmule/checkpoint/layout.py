@@ -136,6 +136,10 @@ class StateLayout:
 
     def record(self) -> LayoutRecord:
         """This layout as JSON-ready data."""
+        return self._record
+
+    @cached_property
+    def _record(self) -> LayoutRecord:
         return LayoutRecord(
             slots=self.slots,
             planes=self.planes,

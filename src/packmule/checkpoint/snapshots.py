@@ -11,6 +11,7 @@ them in the run, or copied from a commit that is there (`snapshot`, `keep_best`)
 from __future__ import annotations
 
 import re
+from collections.abc import Collection, Sequence
 from pathlib import Path
 
 from packmule.checkpoint.head import (
@@ -27,6 +28,7 @@ from packmule.checkpoint.layout import StateLayout
 from packmule.checkpoint.reader import Report, StateReader
 from packmule.checkpoint.store import StateStore
 from packmule.errors import ConfigError, DamagedFile, DiskError
+from packmule.kernels.transfers import Span
 from packmule.tiers.disk import Checksum, Disk, Handle, remove_folder
 
 _NAME = re.compile(r"checkpoint-(\d+)")
@@ -77,7 +79,7 @@ def keep_best(store: StateStore, buffer: memoryview, report: Report | None = Non
 def best_step(disk: Disk, run: Path, checksum: Checksum) -> int | None:
     """The step in the run's folder `best`, or None where there is none that is whole."""
     path = run / BEST
-    head = read_head(disk, path, checksum) if _complete(disk, path, checksum) else None
+    head = read_head(disk, path, checksum) if is_complete(disk, path, checksum) else None
     return None if head is None else head.step
 
 
@@ -108,10 +110,15 @@ class SnapshotWriter:
             self.abandon()
             raise
 
-    def write(self, block: int, index: int, buffer: memoryview) -> None:
-        """Write the start of `buffer` as a chunk: the bytes that the run stores for this commit."""
-        view = buffer.cast("B")[: self._layout.chunks(block)[index].bytes]
-        self._disk.write(self._open(), view, self._layout.chunk_offset(block, 0, index))
+    def write_many(self, block: int, chunks: Sequence[tuple[int, memoryview]]) -> None:
+        """Write the start of each buffer as a chunk: (index, buffer) each, the bytes that the run stores for
+        this commit."""
+        layout = self._layout
+        spans = [
+            Span(buffer.cast("B")[: layout.chunks(block)[index].bytes], layout.chunk_offset(block, 0, index))
+            for index, buffer in chunks
+        ]
+        self._disk.write_summed(self._open(), spans, None)
 
     def seal(self) -> Path:
         """Make it durable under its name. All chunks have been written, and the store's last commit is
@@ -170,7 +177,7 @@ def _keep(store: StateStore, target: Path, buffer: memoryview, report: Report | 
             for block in range(len(layout.blocks)):
                 for index, chunk in enumerate(layout.chunks(block)):
                     reader.read(block, index, buffer)
-                    writer.write(block, index, buffer)
+                    writer.write_many(block, [(index, buffer)])
                     done += chunk.bytes
                     if report:
                         report(done, total)
@@ -182,7 +189,7 @@ def _keep(store: StateStore, target: Path, buffer: memoryview, report: Report | 
 
 def snapshots(disk: Disk, run: Path, checksum: Checksum) -> tuple[Path, ...]:
     """Snapshots whose HEAD.json is undamaged and whose state.bin has its size, oldest first."""
-    return tuple(path for path in _numbered(disk, run) if _complete(disk, path, checksum))
+    return tuple(path for path in _numbered(disk, run) if is_complete(disk, path, checksum))
 
 
 def newest(disk: Disk, run: Path, checksum: Checksum) -> Path | None:
@@ -191,20 +198,27 @@ def newest(disk: Disk, run: Path, checksum: Checksum) -> Path | None:
     return found[-1] if found else None
 
 
-def rotate(disk: Disk, run: Path, keep: int, checksum: Checksum) -> tuple[Path, ...]:
+def rotate(
+    disk: Disk, run: Path, keep: int, checksum: Checksum, whole: Collection[Path] = ()
+) -> tuple[Path, ...]:
     """Remove all snapshots but the newest `keep` complete ones, and unfinished ones.
 
+    Args:
+        whole: snapshots that this process has made or found complete: they are not looked at again.
+
     Returns:
-        What was removed.
+        What is left, oldest first.
     """
-    kept = set(snapshots(disk, run, checksum)[-keep:] if keep else ())
-    removed = [path for path in _numbered(disk, run) if path not in kept]
-    for path in removed:
-        remove_snapshot(disk, path)
+    found = _numbered(disk, run)
+    complete = [path for path in found if path in whole or is_complete(disk, path, checksum)]
+    kept = tuple(complete[-keep:] if keep else ())
+    for path in found:
+        if path not in kept:
+            remove_snapshot(disk, path)
     for name in disk.list(run):
         if name.endswith(".tmp") and (name == f"{BEST}.tmp" or _NAME.fullmatch(name.removesuffix(".tmp"))):
             remove_folder(disk, run / name)
-    return tuple(removed)
+    return kept
 
 
 def remove_snapshot(disk: Disk, path: Path) -> None:
@@ -260,7 +274,8 @@ def _numbered(disk: Disk, run: Path) -> list[Path]:
     return [snapshot_path(run, step) for step in sorted(int(match[1]) for match in steps if match)]
 
 
-def _complete(disk: Disk, path: Path, checksum: Checksum) -> bool:
+def is_complete(disk: Disk, path: Path, checksum: Checksum) -> bool:
+    """Whether HEAD.json is there and undamaged, and state.bin has its size."""
     try:
         head = read_head(disk, path, checksum)
         return head is not None and disk.size(path / STATE_NAME) == head.layout.bytes

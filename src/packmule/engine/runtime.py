@@ -208,6 +208,7 @@ class Runtime:
         self._views: dict[tuple[int, int, int], dict[str, Tensor]] = {}
         self._work: Handle | None = None
         self._snapshot: SnapshotWriter | None = None
+        self._whole: set[Path] = set()  # snapshots known to be complete
         self.snapshots: list[tuple[int, Path]] = []
         if work_bytes:
             path = folder / WORK_NAME
@@ -282,7 +283,9 @@ class Runtime:
         store = self.writable
         path = self.snapshot.seal()
         self._snapshot = None
-        rotate(store.disk, store.folder, self.model.plan.checkpoint.snapshots_kept, store.checksum)
+        kept, known = self.model.plan.checkpoint.snapshots_kept, {*self._whole, path}
+        # What is read again here is read beside the cores' work, and Python's time is theirs.
+        self._whole = set(rotate(store.disk, store.folder, kept, store.checksum, known))
         if store.head is not None:
             self.snapshots.append((store.head.step, path))
 

@@ -113,5 +113,4 @@ def write_state(runtime: Runtime, task: Task) -> None:
 
 def write_snapshot(runtime: Runtime, task: Task) -> None:
     """The same chunks of every plane to the snapshot under way. Its checksums are those of the commit."""
-    for chunk in moving(runtime, task):
-        runtime.snapshot.write(task.block, chunk.number, chunk.view)
+    runtime.snapshot.write_many(task.block, [chunk.stored for chunk in moving(runtime, task)])

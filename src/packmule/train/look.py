@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from packmule.checkpoint.snapshots import best_step, keep_best, rotate, snapshot, snapshot_path, snapshots
+from packmule.checkpoint.snapshots import best_step, is_complete, keep_best, rotate, snapshot, snapshot_path
 from packmule.checkpoint.store import StateStore
 from packmule.data.token_bytes import read_token_bytes
 from packmule.data.tokenizer import TextTokenizer
@@ -134,8 +134,7 @@ class Looks:
     def has_snapshot(self, step: int) -> bool:
         """Whether a full copy of a step is there."""
         store = self.store
-        path = snapshot_path(store.folder, step)
-        return path in snapshots(store.disk, store.folder, store.checksum)
+        return is_complete(store.disk, snapshot_path(store.folder, step), store.checksum)
 
     def snapshot(self, step: int, kept: int) -> None:
         """Keep a full copy of the last commit, which is this step's, and the newest `kept`."""

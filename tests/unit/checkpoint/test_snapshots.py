@@ -58,15 +58,21 @@ def test_rotate_keeps_the_newest_and_clears_what_is_unfinished(store: StateStore
     (run / "checkpoint-12.tmp" / "state.bin").write_bytes(b"unfinished")
     (run / "checkpoint-11" / "HEAD.json").unlink()
     (run / "checkpoint-notes").mkdir()
-    removed = rotate(DISK, run, 2, crc32)
-    assert [path.name for path in removed] == ["checkpoint-0", "checkpoint-11"]
+    left = rotate(DISK, run, 2, crc32)
+    assert [path.name for path in left] == ["checkpoint-9", "checkpoint-10"]
     assert steps(run) == [9, 10]
     assert sorted(p.name for p in run.iterdir() if p.is_dir()) == [
         "checkpoint-10",
         "checkpoint-9",
         "checkpoint-notes",
     ]
-    assert rotate(DISK, run, 2, crc32) == ()
+    asked = []
+
+    def reading(data: memoryview) -> int:
+        asked.append(len(data))
+        return crc32(data)
+
+    assert rotate(DISK, run, 2, reading, left[:1]) == left and len(asked) == 1
     rotate(DISK, run, 0, crc32)
     assert steps(run) == []
 
