@@ -73,6 +73,15 @@ def open_state(disk: Disk, folder: Path, layout: StateLayout, write: bool) -> Ha
     return disk.open(path, write)
 
 
+def span_of(layout: StateLayout, block: int, slot: int, index: int, buffer: memoryview) -> Span:
+    """As many bytes of a buffer as a chunk has, and where that is in the file."""
+    size = layout.chunks(block)[index].bytes
+    view = buffer.cast("B")[:size]
+    if len(view) != size:
+        raise RuntimeError(f"block {block} chunk {index}: the buffer has only {len(view)} bytes")
+    return Span(view, layout.chunk_offset(block, slot, index))
+
+
 def read_places(
     disk: Disk,
     handle: Handle,
@@ -88,10 +97,10 @@ def read_places(
     Raises:
         DamagedFile: names the first that does not match (only if `verify`).
     """
-    spans = []
-    for place, buffer in zip(places, buffers, strict=True):
-        view = buffer.cast("B")[: layout.chunks(place.block)[place.chunk].bytes]
-        spans.append(Span(view, layout.chunk_offset(place.block, place.slot, place.chunk)))
+    spans = [
+        span_of(layout, place.block, place.slot, place.chunk, buffer)
+        for place, buffer in zip(places, buffers, strict=True)
+    ]
     if not verify:
         disk.read_summed(handle, spans, None)
         return

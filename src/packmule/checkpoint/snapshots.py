@@ -25,10 +25,9 @@ from packmule.checkpoint.head import (
     seal,
 )
 from packmule.checkpoint.layout import StateLayout
-from packmule.checkpoint.reader import Report, StateReader
+from packmule.checkpoint.reader import Report, StateReader, span_of
 from packmule.checkpoint.store import StateStore
 from packmule.errors import ConfigError, DamagedFile, DiskError
-from packmule.kernels.transfers import Span
 from packmule.tiers.disk import Checksum, Disk, Handle, remove_folder
 
 _NAME = re.compile(r"checkpoint-(\d+)")
@@ -113,11 +112,7 @@ class SnapshotWriter:
     def write_many(self, block: int, chunks: Sequence[tuple[int, memoryview]]) -> None:
         """Write the start of each buffer as a chunk: (index, buffer) each, the bytes that the run stores for
         this commit."""
-        layout = self._layout
-        spans = [
-            Span(buffer.cast("B")[: layout.chunks(block)[index].bytes], layout.chunk_offset(block, 0, index))
-            for index, buffer in chunks
-        ]
+        spans = [span_of(self._layout, block, 0, index, buffer) for index, buffer in chunks]
         self._disk.write_summed(self._open(), spans, None)
 
     def seal(self) -> Path:

@@ -32,6 +32,7 @@ from packmule.checkpoint.reader import (
     chunk_damage,
     open_state,
     read_places,
+    span_of,
 )
 from packmule.errors import ConfigError, DamagedFile, DiskError
 from packmule.kernels.transfers import Span
@@ -169,7 +170,7 @@ class StateStore:
         vouched: list[Span] = []
         others: list[Span] = []
         for (index, buffer), value in zip(chunks, known, strict=True):
-            span = Span(_start(layout, block, index, buffer), layout.chunk_offset(block, update.slot, index))
+            span = span_of(layout, block, update.slot, index, buffer)
             (others if value is None else vouched).append(span)
         if vouched:
             self.disk.write_summed(handle, vouched, None)
@@ -361,15 +362,6 @@ class _Update:
     def __init__(self, slot: int, chunks: int) -> None:
         self.slot = slot
         self.checksums: list[int | None] = [None] * chunks
-
-
-def _start(layout: StateLayout, block: int, index: int, buffer: memoryview) -> memoryview:
-    """As many bytes of a buffer as a chunk has."""
-    size = layout.chunks(block)[index].bytes
-    view = buffer.cast("B")[:size]
-    if len(view) != size:
-        raise RuntimeError(f"block {block} chunk {index}: the buffer has only {len(view)} bytes")
-    return view
 
 
 def _difference(found: StateLayout, wanted: StateLayout) -> str:

@@ -232,7 +232,7 @@ class PosixDisk:
 
     def read_into(self, handle: Handle, buffer: memoryview, offset: int) -> None:
         view = _checked(handle, buffer, offset)
-        if self._many_blocks(view):
+        if self._native(view):
             self._move(handle, [Span(view, offset)], write=False, summed=False)
             return
         done = 0
@@ -248,7 +248,7 @@ class PosixDisk:
 
     def write(self, handle: Handle, buffer: memoryview, offset: int) -> None:
         view = _checked(handle, buffer, offset)
-        if self._many_blocks(view):
+        if self._native(view):
             self._move(handle, [Span(view, offset)], write=True, summed=False)
             return
         done = 0
@@ -274,8 +274,8 @@ class PosixDisk:
             return write_in_turn(self, handle, spans, checksum)
         return self._move(handle, spans, write=True, summed=checksum is not None)
 
-    def _many_blocks(self, view: memoryview) -> bool:
-        """Whether some of its blocks can be under way at once."""
+    def _native(self, view: memoryview) -> bool:
+        """Whether csrc moves it: what is shorter is not worth the call."""
         return len(view) > BLOCK_BYTES and self._built
 
     def _fused(self, checksum: Checksum | None) -> bool:

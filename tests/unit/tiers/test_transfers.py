@@ -65,6 +65,32 @@ def test_spans_arrive_and_are_summed_like_plain_transfers(
 
 
 @pytest.mark.parametrize(("direct", "ring"), MODES)
+def test_long_transfers_without_sums_arrive(tmp_path: Path, direct: bool, ring: bool, seed: int) -> None:
+    """More blocks than are under way at once, over several spans and alone."""
+    disk, path, sizes = (
+        PosixDisk(direct, ring),
+        tmp_path / "file",
+        (9 << 20, PAGE, 4 << 20, (13 << 20) + PAGE),
+    )
+    data = random.Random(seed).randbytes(sum(sizes))
+    disk.create(path, len(data))
+    handle = disk.open(path, write=True)
+    source, target = aligned_buffer(len(data)), aligned_buffer(len(data))
+    source[:] = data
+    starts = [sum(sizes[:number]) for number in range(len(sizes))]
+    parts = list(zip(starts, sizes, strict=True))
+    assert disk.write_summed(handle, [Span(source[at : at + size], at) for at, size in parts], None) == []
+    disk.sync(handle)
+    assert path.read_bytes() == data
+    assert disk.read_summed(handle, [Span(target[at : at + size], at) for at, size in parts], None) == []
+    assert target == data
+    target[:] = bytes(len(data))
+    disk.read_into(handle, target, 0)
+    assert target == data
+    disk.close(handle)
+
+
+@pytest.mark.parametrize(("direct", "ring"), MODES)
 @pytest.mark.parametrize("kept", [0, 100, PAGE, (1 << 20) + 512, 5 * (1 << 20) - 1])
 def test_a_truncated_file_is_named_with_what_is_missing(
     tmp_path: Path, direct: bool, ring: bool, kept: int
